@@ -1,4 +1,4 @@
-# Each target sets up its own environment in .venv when it is missing or older than pyproject.toml, and re-uses it after.
+# The targets share an environment in .venv. It is set up when it is missing or older than pyproject.toml.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 
 env: $(VENV)/.ready
 
-# torch first: a later step that asks for any torch would pull in the newest build with its CUDA packages.
+# torch comes first, because a later step that needs any torch would install the newest build with its CUDA packages.
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; call make PYTHON=/path/to/python3.11")'
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
@@ -26,7 +26,7 @@ app: env
 	@$(BIN)/python -c 'import gradio' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[app]"
 	$(BIN)/python -m hf_specheads app
 
-# What tests/app/test_browser.py needs, on Debian and Ubuntu; without it that test is skipped.
+# Installs what tests/app/test_browser.py needs, on Debian and Ubuntu. Without it, that test is skipped.
 browser: env
 	@$(BIN)/python -c 'import gradio, selenium' 2>/dev/null || $(BIN)/python -m pip install --quiet --editable ".[app]" "selenium>=4.20"
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
@@ -35,7 +35,7 @@ browser: env
 test: env
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# With the tests marked slow: every case of every test, real compilations, several processes. Takes hours on two cores.
+# Also runs the slow tests: every case of every test, real compilations, several processes. Takes hours on two cores.
 test-all: env
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not gpu"
 
@@ -48,7 +48,7 @@ docs: env
 	$(BIN)/python docs/build.py
 	@echo "open build/site/index.html"
 
-# What a user gets: the wheel, built and installed with all of its dependencies where nothing is, works on its own.
+# Checks that the built wheel works on its own, when installed with its dependencies into an empty environment.
 wheel-check: env
 	rm -rf build/wheel-check && mkdir -p build/wheel-check
 	$(BIN)/python -m build --wheel --outdir build/wheel-check .

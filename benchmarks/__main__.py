@@ -1,10 +1,11 @@
-"""Runs a measurement, or puts the results of all of them into their tables and documents.
+"""Runs a measurement, or renders the results of all measurements into tables and documents.
 
 python -m benchmarks NAME ...   measures, writes benchmarks/results/NAME.json and its table NAME.md
 python -m benchmarks --render   writes all tables, pictures and the marked parts of README.md and docs/*.md
 python -m benchmarks --check    exits with 1 and names what --render would change
 
-Run in the repository's root. A measurement exits with 1 if a text differs from plain `generate`'s that should not.
+Run these commands in the root of the repository. A measurement exits with 1 if a text that should equal that of plain
+`generate` differs from it.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ from .targets import families
 from .training import memory, step, switches
 from .trees import default, kinds, replay, tune
 
-# A measurement is a module with `add_arguments(parser)`, `measure(args)` and `table(result)`. It may have SOURCES, the
-# folders it measures (default: the package), `variant(args)`, a suffix to its results' name (default: none, or `shape`
-# for random weights), `short_table(result)`, shown by documents under NAME-short, and `texts_agree(result)`, which
-# decides the exit status (default: [`results.texts_agree`]).
+# A measurement is a module with `add_arguments(parser)`, `measure(args)` and `table(result)`. Optional attributes:
+# SOURCES, the folders it measures (default: the package); `variant(args)`, a suffix of the result's name (default:
+# none, or `shape` for random weights); `short_table(result)`, which documents show under the name NAME-short; and
+# `texts_agree(result)`, which decides the exit status (default: [`results.texts_agree`]).
 MODULES = (
     speedup, batch, copies, stream, compiled, first_call, context, cache, hybrid, round_, unrecorded, few_rows, draws,
     quantised, vocabulary, kinds, tune, default, replay, acceptance, curves, step, memory, switches, families, doctor,
@@ -58,10 +59,11 @@ MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: modul
 
 
 def measurement_of(name: str) -> ModuleType:
-    """The measurement whose result is called so: `round`, `round_shape`, `assistant/speedup`.
+    """Returns the measurement that wrote the result of this name, such as `round`, `round_shape` or
+    `assistant/speedup`.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if there is no such measurement.
     """
     stem = name.rpartition("/")[2]
     module = MEASUREMENTS.get(stem) or MEASUREMENTS.get(stem.rpartition("_")[0])
@@ -71,25 +73,26 @@ def measurement_of(name: str) -> ModuleType:
 
 
 def table_of(name: str, result: Result, kind: str = "table") -> str:
-    """A result as Markdown, marked if what it measured has changed since; as a `short_table` where there is one."""
+    """Renders a result as Markdown, with a remark if the measured code has changed since. Uses the module's `kind` of
+    table (such as `short_table`) if it has one, otherwise its `table`."""
     module = measurement_of(name)
     return getattr(module, kind, module.table)(result) + results.mark(result, sources_of(module))
 
 
 def sources_of(module: ModuleType) -> tuple[str, ...]:
-    """Folders whose code a measurement measures."""
+    """Returns the folders whose code a measurement measures."""
     return getattr(module, "SOURCES", ("hf_specheads",))
 
 
 def result_name(name: str, args: argparse.Namespace) -> str:
-    """What the result of a measurement with these arguments is called."""
+    """Returns the name of the result that a measurement writes when called with these arguments."""
     made_up = "shape" if getattr(args, "shape", None) else ""
     variant = getattr(MEASUREMENTS[name], "variant", lambda _: made_up)(args)
     return f"{name}_{variant}" if variant else name
 
 
 def run(name: str, args: argparse.Namespace, words: Sequence[str]) -> int:
-    """Measures, writes and prints; 1 if texts differ that should not."""
+    """Runs one measurement, writes its result and prints its table. Returns 1 if texts differ that should be equal."""
     module = MEASUREMENTS[name]
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -102,7 +105,7 @@ def run(name: str, args: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def rendered(folder: Path, documents: Sequence[Path]) -> dict[Path, str]:
-    """Every table of a folder of results, and every document, as they should be."""
+    """Returns the expected content of every table in a folder of results and of every document."""
     found = results.read(folder)
     tables = {name: table_of(name, result) for name, result in found.items()}
     texts = {folder / f"{name}.md": table for name, table in tables.items()}
@@ -114,7 +117,8 @@ def rendered(folder: Path, documents: Sequence[Path]) -> dict[Path, str]:
 
 
 def bring_up_to_date(args: argparse.Namespace) -> int:
-    """Writes what differs from the results; with `--check` names it instead, and returns 1 if there is any."""
+    """Rewrites all files that differ from the results. With `--check` only names them, and returns 1 if there are
+    any."""
     texts = rendered(args.results, args.documents)
     stale = [path for path, text in texts.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
     mends = {path: partial(path.write_text, texts[path], encoding="utf-8") for path in stale}
@@ -130,7 +134,7 @@ def bring_up_to_date(args: argparse.Namespace) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """One subcommand per measurement."""
+    """Builds the parser, with one subcommand per measurement."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, formatter_class=raw)
     parser.add_argument("--render", action="store_true", help="write tables, documents and pictures from the results")
@@ -148,7 +152,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Runs the command line and returns its exit status."""
     words = sys.argv[1:] if words is None else words
     parser = make_parser()
     args = parser.parse_args(words)

@@ -1,8 +1,8 @@
-"""Pictures of results: how far drafts are accepted, and what that brings by batch size; the default against a grid.
+"""Draws pictures of results: acceptance by position, speed-up by batch size, and the default against a grid.
 
-`python -m benchmarks --render` draws docs/images/accepted.png and default_against_grid.png where they show other
-results than the committed ones: a file names the results it was drawn from, and the commits they measured
-(`Description`).
+`python -m benchmarks --render` redraws docs/images/accepted.png and default_against_grid.png if they are not based on
+the committed results. Each file's metadata (`Description`) names the results it was drawn from and the commits they
+measured.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ STYLES = ("-", "--")
 
 
 def read_results(picture: Path = PICTURE) -> dict[str, Result]:
-    """The committed results that one of `PICTURES` shows, by name."""
+    """Reads the committed results that one of `PICTURES` shows, by name."""
     names, _ = PICTURES[picture]
     return {name: json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in names}
 
 
 def sources(results: dict[str, Result]) -> str:
-    """Names of results, each with the commit it measured and the command that made it."""
+    """Names results, each with the commit it measured and the command that made it."""
     facts = {name: result["provenance"] for name, result in results.items()}
     return "; ".join(f"{name}: {fact['commit']}, {fact['command']}" for name, fact in facts.items())
 
 
 def draw(path: Path, results: dict[str, Result]) -> None:
-    """Draws the README's picture, two panels, of what [`read_results`] gives."""
+    """Draws the two panels of the README's picture from the output of [`read_results`]."""
     with _picture(path, results, (8, 3.4), panels=2) as (accepted, batches):
         _draw_accepted(accepted, results["speedup"]["prompt_sets"])
         _draw_batches(batches, results["batch"]["batch_sizes"])
@@ -54,7 +54,7 @@ def draw(path: Path, results: dict[str, Result]) -> None:
 
 
 def draw_default(path: Path, results: dict[str, Result]) -> None:
-    """Draws speed-ups of the default and of the grid's best, a line per setting of `default`."""
+    """Draws the speed-ups of the default and of the grid's best tree, one line per setting of `default`."""
     measured = results["default"]["measured"][::-1]
     with _picture(path, results, (7, 1.2 + 0.32 * len(measured)), panels=1) as (axes,):
         axes.axvline(1, color="grey", linewidth=0.8)
@@ -71,8 +71,8 @@ def draw_default(path: Path, results: dict[str, Result]) -> None:
 
 @contextmanager
 def _picture(path: Path, results: dict[str, Result], size: tuple[float, float], panels: int) -> Iterator[list[Axes]]:
-    """Panels to draw in, side by side; afterwards they are in the file."""
-    from matplotlib.figure import Figure  # not pyplot: no global state, no window
+    """Yields panels to draw in, side by side, and saves the picture afterwards."""
+    from matplotlib.figure import Figure  # instead of pyplot, which keeps global state and opens windows
 
     figure = Figure(figsize=size, layout="constrained")
     every = list(figure.subplots(1, panels, squeeze=False)[0])
@@ -85,7 +85,7 @@ def _picture(path: Path, results: dict[str, Result], size: tuple[float, float], 
 
 
 def _draw_accepted(axes: Axes, prompt_sets: dict[str, Any]) -> None:
-    """Per draft position the product of pos-acc down to it: the share of drafts that were accepted so far."""
+    """Draws, per draft position, the product of pos-acc up to there: the share of drafts accepted so far."""
     for (name, sides), style in zip(prompt_sets.items(), itertools.cycle(STYLES), strict=False):
         for heads, colour in HEADS.items():
             reached = list(itertools.accumulate(sides[heads]["pos_acc"], operator.mul))
@@ -97,7 +97,7 @@ def _draw_accepted(axes: Axes, prompt_sets: dict[str, Any]) -> None:
 
 
 def _draw_batches(axes: Axes, batch_sizes: dict[str, Any]) -> None:
-    """Speed-up over plain `generate` at the same batch size, with the range over repeats."""
+    """Draws the speed-up over plain `generate` at the same batch size, with its range over repeats."""
     places = range(len(batch_sizes))
     for heads, colour in HEADS.items():
         sides = [sides[heads] for sides in batch_sizes.values()]
@@ -113,7 +113,7 @@ def _draw_batches(axes: Axes, batch_sizes: dict[str, Any]) -> None:
     axes.set_ylabel("speed-up over plain generate", fontsize=9)
 
 
-# What a picture is drawn from and by
+# The results that each picture shows, and the function that draws it
 PICTURES: dict[Path, tuple[tuple[str, ...], Callable[[Path, dict[str, Result]], None]]] = {
     PICTURE: (("speedup", "batch"), draw),
     PICTURE.with_name("default_against_grid.png"): (("default",), draw_default),
@@ -121,14 +121,14 @@ PICTURES: dict[Path, tuple[tuple[str, ...], Callable[[Path, dict[str, Result]], 
 
 
 def redraws() -> dict[Path, Callable[[], None]]:
-    """What draws the pictures anew that are missing, or show other results than those committed."""
+    """Returns functions that redraw the pictures that are missing or not based on the committed results."""
     shown = {path: read_results(path) for path in PICTURES}
     stale = [path for path, results in shown.items() if _drawn_from(path) != sources(results)]
     return {path: partial(PICTURES[path][1], path, shown[path]) for path in stale}
 
 
 def _drawn_from(path: Path) -> str | None:
-    """The [`sources`] a picture names; None where there is no picture."""
+    """Returns the [`sources`] that a picture names, or None if the picture does not exist."""
     if not path.is_file():
         return None
     with Image.open(path) as image:

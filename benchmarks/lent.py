@@ -1,4 +1,4 @@
-"""What was measured on machines that were lent for minutes: taken down from output, and shown as it was taken down."""
+"""Tables of measurements on borrowed machines, copied from their output by hand into `results/history`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def _range(side: Result) -> str:
 
 
 def quickstart_table(result: dict[str, Any]) -> str:
-    """Rows are heads with their trees; below, what rounds took before."""
+    """One row per draft head with its tree. Below the table: round times with cuDNN's attention kernels, if
+    recorded."""
     columns = {
         "speed-up (range)": _range, "tau": ("acceptance_length", 2), "rounds": ("rounds", 0),
         **{f"{stage}, ms": partial(_stage, stage=stage) for stage in ("draft", "target")}, "same text": same_text,
@@ -48,7 +49,7 @@ def _before(before: dict[str, Any]) -> str:
 
 
 def large_table(result: dict[str, Any]) -> str:
-    """Rows are sides of the benchmark `compiled` at the sizes of a large target; below, what its kernels took."""
+    """One row per side of the benchmark `compiled`, at the sizes of a large target. Below the table: kernel times."""
     columns = {
         "tokens/s": ("tokens_per_second", 1), "/ plain compiled": ("over_plain_compiled", 2, "x"),
         "tau": ("acceptance_length", 2), "ms per round": ("round_milliseconds", 2), "draft, target, rest": stage_times,
@@ -68,7 +69,7 @@ def large_table(result: dict[str, Any]) -> str:
 
 
 def kernels_table(result: dict[str, Any]) -> str:
-    """Rows are what kernels of our own do, at the sizes of a large target."""
+    """One row per kernel of this library, at the sizes of a large target."""
     rows = {}
     for one in result["microseconds"]["attention"]:
         batch, heads, key_heads, nodes, slots, width = one["sizes"]
@@ -94,7 +95,7 @@ def kernels_table(result: dict[str, Any]) -> str:
 
 
 def tables() -> dict[str, str]:
-    """Tables by the names that documents know them by."""
+    """Returns all tables, by the names under which documents show them."""
     quickstart, large, later = (json.loads(path.read_text(encoding="utf-8")) for path in (QUICKSTART, LARGE, LATER))
     return {
         "lent/hopper": quickstart_table(quickstart), "lent/hopper_later": quickstart_table(later),

@@ -1,4 +1,4 @@
-"""Results: JSON with their provenance, the tables made of them, and documents that show both."""
+"""Results: JSON with provenance, the tables rendered from them, and the documents that show both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 SHIPPED_TARGET = ROOT / "model_cards" / "target"
 PACKAGES = ("torch", "transformers", "hf-specheads")
-# Of the folders that a measurement is about, what no number depends on.
+# Parts of the measured folders that cannot change any number.
 NOT_MEASURED = {
     "hf_specheads": {"cli", "diagnosis", "publishing", "checkpoints", "trainer", "__main__.py", "version.py",
                      "provenance.py", "custom_generate.py", "generation/compiled/kept.py",
@@ -41,13 +41,14 @@ VALUE = re.compile(r"(<!-- value:(?P<path>[^:\n]+)(:(?P<format>\S+))? -->)(?P<te
 
 # ---------------------------------------------------------------------- results with their provenance
 def provenance_of(words: Sequence[str], sources: Iterable[str]) -> Result:
-    """How a result comes about: command, commit, versions, processor, threads, date, and a hash of what is measured.
+    """Returns how a result was produced: command, commit, versions, processor, threads, date, and a hash of the
+    measured code.
 
     Args:
         words: Arguments of the command line.
         sources: Folders of the repository that the result depends on.
     """
-    # Results that were just written do not count.
+    # Results that were just written do not count as uncommitted changes.
     changed = provenance.git(
         ROOT, "status", "--porcelain", "--untracked-files=no", "--", ":(exclude)benchmarks/results"
     )
@@ -66,7 +67,7 @@ def provenance_of(words: Sequence[str], sources: Iterable[str]) -> Result:
 
 
 def _without_folders(word: str) -> str:
-    """A path relative to the repository; of a path outside it only the name."""
+    """Makes an absolute path relative to the repository. Of a path outside the repository only the name is kept."""
     path = Path(word)
     if not path.is_absolute():
         return word
@@ -74,9 +75,9 @@ def _without_folders(word: str) -> str:
 
 
 def hash_of(sources: Iterable[str]) -> str:
-    """Of what runs in the Python files of folders of the repository, but those that no number depends on.
+    """Hashes the executable code of the Python files in these folders, except for files that no number depends on.
 
-    Files that move are the files they were.
+    The hash does not depend on file names, so moving a file within its folder does not change it.
     """
     digest = hashlib.sha256()
     for folder in sources:
@@ -89,7 +90,8 @@ def hash_of(sources: Iterable[str]) -> str:
 
 @functools.cache
 def what_runs(source: str) -> str:
-    """Python source without docstrings, comments, empty lines and imports: what is imported is hashed where it is."""
+    """Strips docstrings, comments, empty lines and imports from Python source. Imported code is hashed in its own
+    file."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
@@ -109,12 +111,12 @@ def _height(node: ast.stmt) -> int:
 
 @functools.cache
 def shipped_target() -> str:
-    """Hash of the weights of the target that comes with the project."""
+    """Returns the hash of the weights of the target that ships with the project."""
     return hashlib.sha256((SHIPPED_TARGET / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
 def mark(result: Result, sources: Sequence[str]) -> str:
-    """A line for the table of a result whose sources or whose target has changed since; empty while they have not."""
+    """Returns remarks for a table whose sources or shipped target have changed since; empty if neither has."""
     facts, lines = result["provenance"], []
     if result.get("target") == SHIPPED_TARGET.name and facts.get("shipped_target") != shipped_target():
         lines.append("Measured on an earlier shipped pair: other texts, other acceptance.\n")
@@ -133,32 +135,35 @@ def write(folder: Path, name: str, result: Result, table: str) -> None:
 
 
 def read(folder: Path) -> dict[str, Result]:
-    """All results of a folder and of those in it, by their path without `.json`."""
+    """Reads all results in a folder and its subfolders, by relative path without `.json`."""
     files = {path.relative_to(folder).with_suffix("").as_posix(): path for path in sorted(folder.rglob("*.json"))}
     found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in files.items()}
     return {name: result for name, result in found.items() if "provenance" in result}
 
 
 def rounded(result: Result) -> Result:
-    """A result as its file will hold it, floats to five significant digits."""
+    """Returns a result as its file holds it: floats have five significant digits."""
     return json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.5g}"))
 
 
 def texts_agree(result: Result) -> bool:
-    """Whether all are those of plain generation. In fewer bits than float32 logits tie, and they need not be: where it
-    was looked at why texts differ, ties must be why."""
+    """Tells whether all texts equal those of plain generation.
+
+    In dtypes with fewer bits than float32, logits tie and texts may differ. There, every text that differs must have
+    been traced to a tie, where causes were recorded.
+    """
     if result.get("dtype", "float32") == "float32":
         return identical(result)
     return all(side.get("differing", 0) == side.get("ties", 0) for side in _dictionaries(result))
 
 
 def identical(value: Any) -> bool:
-    """Whether all texts in a result were those of plain generation: every `identical` in it, however deep."""
+    """Tells whether all texts of a result were those of plain generation: checks every nested `identical`."""
     return all(side.get("identical", True) for side in _dictionaries(value))
 
 
 def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:
-    """All in a result, however deep."""
+    """Yields all nested dictionaries of a result."""
     if isinstance(value, dict):
         yield value
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -166,22 +171,22 @@ def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:
         yield from _dictionaries(item)
 
 
-# ---------------------------------------------------------------------- what tables are made of
+# ---------------------------------------------------------------------- building blocks of tables
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first column is left-aligned, the others right-aligned."""
+    """Formats a Markdown table. The first column is left-aligned, the others are right-aligned."""
     lines = ["| " + " | ".join(header) + " |", "|" + "|".join(["---"] + ["---:"] * (len(header) - 1)) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
 def column_table(columns: Mapping[str, Column], found: Any, *keys: str) -> str:
-    """A row per item of a list or, with `keys`, per entry of mappings in each other.
+    """Formats a table with one row per item of a list or, with `keys`, per entry of nested mappings.
 
     Args:
-        columns: By header, what is shown of an item: a function, words with fields of it as `str.format` fills them
-            in, or the key of a number and how [`number`] shows it.
+        columns: What to show of an item, by header: a function; a text whose fields `str.format` fills in from the
+            item; or the key of a number, followed by arguments of [`number`].
         found: The items.
-        *keys: Headers of the keys that lead to an item, which come first.
+        *keys: Headers of the leading columns, which show the keys that lead to an item.
     """
     paths: list[tuple[tuple[str, ...], Any]] = [((), found)] if keys else [((), one) for one in found]
     for _ in keys:
@@ -197,28 +202,28 @@ def _cell(item: Result, column: Column) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share as a percentage."""
+    """Formats a share as a percentage."""
     return "-" if value is None else f"{100 * value:.0f} %"
 
 
 def millions(parameters: int) -> str:
-    """A number of parameters."""
+    """Formats a number of parameters in millions."""
     return f"{parameters / 1e6:.2f} M"
 
 
 def teraflop(flop: float | None, after: str | None) -> str:
-    """Training compute, and after whose."""
+    """Formats training compute in TFLOP, and names the heads it started from."""
     text = number(flop / 1e12 if flop else None, 1)
     return f"{text} after {after}" if after else text
 
 
 def speed_up(side: Result) -> str:
-    """A median and its range."""
+    """Formats a speed-up: median and range."""
     return f"{number(side['speed_up'])}x ({'-'.join(number(ratio) for ratio in side['speed_up_range'])})"
 
 
 def same_text(*sides: Result) -> str:
-    """Whether the texts of a side, or of several, were the plain ones; where not, whether rounding decided alone."""
+    """Tells whether the texts of all sides were the plain ones; if not, whether they differ only at ties of logits."""
     others = [side for side in sides if not side["identical"]]
     if not others:
         return "yes"
@@ -226,17 +231,17 @@ def same_text(*sides: Result) -> str:
 
 
 def same_texts(side: Result, of: str = "") -> str:
-    """The same, and how many prompts' texts differ."""
+    """Tells whether the texts of a side were the plain ones; if not, how many prompts differ."""
     return "yes" if side["identical"] else f"no ({len(side['differing_prompts'])}{of} differ)"
 
 
 def pos_acc(values: Sequence[float] | None) -> str:
-    """pos-acc in hundredths, draft position 1 first."""
+    """Formats pos-acc in hundredths, draft position 1 first."""
     return " ".join(f".{round(100 * value):02d}" if value < 0.995 else "1." for value in values or ()) or "-"
 
 
 def draft_tree(tree: Result) -> str:
-    """A draft tree in words."""
+    """Describes a draft tree in words."""
     copied = f" and {tree['lookup']} copied nodes" if tree.get("lookup") else ""
     if tree["kind"] == "chain":
         return f"chain of {tree['depth']}{copied}"
@@ -245,7 +250,8 @@ def draft_tree(tree: Result) -> str:
 
 
 def footnote(result: Result, *more: str) -> str:
-    """Where a table comes from, after `more` with fields of the result in it as `str.format` fills them in."""
+    """Formats the line below a table that tells where its numbers come from. It starts with the texts `more`, whose
+    fields `str.format` fills in from the result."""
     facts = result["provenance"]
     commit = (facts["commit"] or "unknown")[:10] + ("+" if facts["uncommitted_changes"] else "")
     versions = facts["versions"]
@@ -261,27 +267,28 @@ def footnote(result: Result, *more: str) -> str:
 
 # ---------------------------------------------------------------------- documents
 def documents() -> list[Path]:
-    """Documents that may show results."""
+    """Returns the documents that may show results."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def render(text: str, results: Mapping[str, Result], tables: Mapping[str, str]) -> str:
-    """A document with every table and every number of a result as the result has them.
+    """Renders a document: replaces the marked tables and numbers by those of the results.
 
         <!-- results:speedup -->
         (table of benchmarks/results/speedup.json)
         <!-- /results:speedup -->
         ... is <!-- value:speedup.prompt_sets.held_out.poss3.speed_up:.2f -->1.23<!-- /value --> times as fast ...
 
-    A value is named by the result and the keys that lead to it, with a format as of Python's `format` after a colon.
+    The path of a value is the name of the result and the keys that lead to the value, joined by dots. A colon and a
+    format specification of Python's `format` may follow.
 
     Args:
         text: Markdown with such marks.
         results: Results by name.
-        tables: Their tables by name.
+        tables: Tables by name.
 
     Raises:
-        ValueError: for a mark without its partner, or of something that is in no result.
+        ValueError: if a mark has no partner, or names something that is in no result.
     """
     for kind, pattern in (("results", TABLE), ("value", VALUE)):
         marks = re.findall(rf"<!-- /?{kind}\b[^\n]*? -->", text)
@@ -301,10 +308,10 @@ def _value(found: re.Match[str], results: Mapping[str, Result]) -> str:
 
 
 def value_at(values: Any, path: str) -> str | float | bool:
-    """What lies at keys joined by dots, of which each may hold dots itself; list items by their number.
+    """Returns the value at keys joined by dots. Keys may contain dots themselves; list items are addressed by number.
 
     Raises:
-        KeyError: if nothing lies there.
+        KeyError: if there is no value at this path.
     """
     while path:
         if isinstance(values, list):

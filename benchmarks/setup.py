@@ -1,11 +1,12 @@
-"""What is measured: targets, heads and prompts, and the arguments that name them.
+"""Targets, draft heads and prompts of measurements, and the arguments that name them.
 
     python -m benchmarks.setup --tokenizer model_cards/target
 
-writes the prompts. `chats.jsonl` and `chats_tuning.jsonl` are held-out chats of all families of the shipped pair's
-tasks, of seeds that nothing else uses; the latter are for choosing options such as a draft tree. `long.jsonl` holds
-beginnings of files that the pair was never trained on, longer than what heads were trained on; files are drawn by
-hashes, so the same Python version gives the same prompts.
+This command writes the prompts. `chats.jsonl` and `chats_tuning.jsonl` hold held-out chats from all families of the
+shipped pair's tasks, made with seeds that nothing else uses; `chats_tuning.jsonl` is for choosing options such as a
+draft tree. `long.jsonl` holds the beginnings of files that the pair was never trained on. They are longer than the
+texts that the draft heads were trained on. Files are chosen by hash, so the same Python version gives the same
+prompts.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from hf_specheads.texts import chat_token_ids, left_padded
 from hf_specheads.trainer.shipped_pair.corpus import corpus_files, is_held_out
 from hf_specheads.trainer.shipped_pair.tasks import FAMILIES, example_at
 
-LOUD = 100.0  # embeddings of a random target whose layers add little to them
+LOUD = 100.0  # scale of a random target's embeddings, so large that the layers hardly change the residual stream
 PROMPTS = Path(__file__).parent / "prompts"
 LONG_TOKENS, LONG_FILES = 1536, 12
-LINES = 8  # a long prompt is cut after a multiple of them, and four times as many must be left to continue
-CHATS = {"chats": (16, 100), "chats_tuning": (3, 101)}  # of every family, and their seed
+LINES = 8  # long prompts end at a multiple of this many lines, and at least four times as many lines must follow
+CHATS = {"chats": (16, 100), "chats_tuning": (3, 101)}  # chats per family, and the seed
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -64,24 +65,24 @@ SHAPED_HEADS: dict[str, dict[str, Any]] = {
 Inputs = dict[str, torch.Tensor]
 
 
-# ---------------------------------------------------------------------- arguments, and what they name
+# ---------------------------------------------------------------------- arguments, and loading what they name
 def add_generation_arguments(
     parser: argparse.ArgumentParser, heads: Sequence[str] | None, prompts: Sequence[str], repeats: int | None = 3
 ) -> None:
-    """What every measurement takes that generates.
+    """Adds the arguments that every generating measurement takes.
 
     Args:
-        parser: Of the measurement.
-        heads: Names of the default heads, folders in `model_cards/`; `None` where they are not chosen.
+        parser: Parser of the measurement.
+        heads: Default draft heads, as names of folders in `model_cards/`; `None` to add no such argument.
         prompts: Default prompt sets.
-        repeats: Default times that everything is timed; `None` where nothing is.
+        repeats: Default number of times that everything is timed; `None` if nothing is timed.
     """
     parser.add_argument("--target", default="model_cards/target", help="target: folder or Hub id")
     if heads is not None:
         folders = [f"model_cards/{name}" for name in heads]
         parser.add_argument("--heads", nargs="+", default=folders, help="head folders or Hub ids")
     parser.add_argument("--prompts", nargs="+", default=prompts, help="sets in benchmarks/prompts, or .jsonl files")
-    # One chat of every family where time is measured; all of them where only acceptance is.
+    # Timed measurements use one chat per family by default; measurements of acceptance use all chats.
     limit = None if repeats is None else len(FAMILIES)
     parser.add_argument("--limit", type=int, default=limit, help="use only the first N prompts of every set")
     parser.add_argument("--max_new_tokens", type=int, default=128)
@@ -92,7 +93,7 @@ def add_generation_arguments(
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser, depth: int) -> None:
-    """For measurements where only time means something: a pair of random weights."""
+    """Adds the arguments of a pair with random weights, for measurements in which only the time is meaningful."""
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
     parser.add_argument("--depth", type=int, default=depth, help="of the chain that heads of --shape draft")
     parser.add_argument(
@@ -101,7 +102,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser, depth: int) -> None:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What every result says of the arguments it was measured with, as far as the measurement has them."""
+    """Returns the settings that every result records, as far as the measurement has these arguments."""
     found = {
         name: getattr(args, name) for name in ("max_new_tokens", "dtype", "device", "repeats") if hasattr(args, name)
     }
@@ -114,17 +115,18 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_target(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Target and tokenizer, as the arguments say."""
+    """Loads the target and the tokenizer that the arguments name."""
     disable_progress_bar()
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=getattr(torch, args.dtype)).to(args.device).eval()
     return target, AutoTokenizer.from_pretrained(args.target)
 
 
 def load_bound_heads(target: PreTrainedModel, folder: str, *, every_round: bool = False) -> DraftHead:
-    """Heads of the target's type, bound (and thereby checked) to it; an adapter that comes with them is put on it.
+    """Loads draft heads in the target's dtype and binds them to the target, which checks them. If an adapter comes
+    with them, it is loaded into the target.
 
-    They are as their user has them, who gets plain steps where drafting does not pay; to look at drafts rather than at
-    time, they draft `every_round`.
+    By default the heads behave as for any user: they take plain steps where drafting does not pay. Set `every_round`
+    to draft in every round, which measures drafts rather than time.
     """
     heads = load_heads(folder, dtype=target.dtype)
     heads.adaptive = not every_round
@@ -134,10 +136,10 @@ def load_bound_heads(target: PreTrainedModel, folder: str, *, every_round: bool 
 
 
 def load_all_heads(target: PreTrainedModel, folders: Iterable[str], **how: Any) -> dict[str, DraftHead]:
-    """Heads by what tables call them, each from [`load_bound_heads`].
+    """Loads draft heads with [`load_bound_heads`], by their names in tables.
 
     Raises:
-        ValueError: for two folders that tables would call the same, before anything is measured.
+        ValueError: if two folders would have the same name in tables; raised before anything is measured.
     """
     folders = list(folders)
     called: dict[str, str] = {}
@@ -153,7 +155,7 @@ def load_all_heads(target: PreTrainedModel, folders: Iterable[str], **how: Any) 
 def load_pair(
     args: argparse.Namespace, *, every_round: bool = False
 ) -> tuple[PreTrainedModel, dict[str, DraftHead], list[Inputs]]:
-    """Target, heads by what tables call them, and prompts, as the arguments say; random ones of a `--shape`."""
+    """Loads target, draft heads (by their names in tables) and prompts. With `--shape` all of them are random."""
     if getattr(args, "shape", None):
         return random_pair(args, args.device)
     target, tokenizer = load_target(args)
@@ -162,12 +164,12 @@ def load_pair(
 
 
 def load_prompts(names: Iterable[str], tokenizer: PreTrainedTokenizerBase, limit: int | None = None) -> list[Inputs]:
-    """Tokenised prompts, the first `limit` of every set."""
+    """Loads and tokenizes prompts, the first `limit` of every set."""
     return [_tokenized(entry, tokenizer) for name in names for entry in prompt_entries(name)[:limit]]
 
 
 def _tokenized(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Inputs:
-    """A text; or a chat, in the words of the tokenizer's own template."""
+    """Tokenizes a text as it is, or a chat with the tokenizer's own template."""
     if "prompt" in entry:
         return left_padded([tokenizer(entry["prompt"])["input_ids"]], 0)
     options = {"tools": entry.get("tools"), "enable_thinking": entry.get("thinking", False)}
@@ -175,17 +177,17 @@ def _tokenized(entry: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Inp
 
 
 def padded(prompts: Sequence[Inputs]) -> Inputs:
-    """Prompts as one batch, padded on the left."""
+    """Joins prompts into one batch, padded on the left."""
     return left_padded([one["input_ids"][0].tolist() for one in prompts], 0)
 
 
 def full_batches(prompts: Sequence[Inputs], size: int) -> list[Inputs]:
-    """Prompts in batches of so many; those that fill none are left out."""
+    """Splits prompts into batches of exactly `size`. The prompts of an incomplete last batch are dropped."""
     return [padded(prompts[start : start + size]) for start in range(0, len(prompts) - size + 1, size)]
 
 
 def cut(prompts: Iterable[Inputs], length: int) -> list[Inputs]:
-    """The last `length` tokens of every prompt that is as long."""
+    """Returns the last `length` tokens of every prompt that has at least as many; drops shorter prompts."""
     return [
         {name: tensor[:, -length:] for name, tensor in inputs.items()}
         for inputs in prompts
@@ -194,19 +196,23 @@ def cut(prompts: Iterable[Inputs], length: int) -> list[Inputs]:
 
 
 def prompt_entries(name: str) -> list[dict[str, Any]]:
-    """`prompt`, or `messages` with `tools`, `thinking` and `group`; and for our own sets `name`. Of a set in
-    `benchmarks/prompts` or of a .jsonl file."""
+    """Reads the entries of a set in `benchmarks/prompts` or of a .jsonl file.
+
+    An entry has `prompt`, or `messages` with `tools`, `thinking` and `group`. Entries of our own sets also have
+    `name`.
+    """
     path = Path(name) if name.endswith(".jsonl") else PROMPTS / f"{name}.jsonl"
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def display_name(folder: str) -> str:
-    """What a table calls a model: the last part of its folder or Hub id."""
+    """Returns the name of a model in tables: the last part of its folder or Hub id."""
     return Path(folder).name or folder
 
 
 def describe(heads: DraftHead, folder: str) -> dict[str, Any]:
-    """Method and parameters of heads, and as far as their folder tells it, what training them has cost."""
+    """Returns method and parameter count of draft heads and, if their folder records it, the cost of their
+    training."""
     path = Path(folder) / "training_facts.json"
     facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     told = {name: facts[name] for name in ("training_flops", "hours", "steps") if name in facts}
@@ -216,8 +222,12 @@ def describe(heads: DraftHead, folder: str) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- random pairs of given sizes
 def random_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", **sizes: Any) -> PreTrainedModel:
-    """A Llama of these sizes with random weights. One with an `lm_head` of its own counts tokens up, so surely that no
-    rounding decides: logits of random weights in 16 bits tie, and texts that differ make acceptance another."""
+    """Makes a Llama of these sizes with random weights.
+
+    If `lm_head` has its own weights, it is set so that the model predicts token `t + 1` after token `t`, by margins
+    too large for rounding to matter. Without this, 16-bit logits of random weights would tie, texts would differ, and
+    with them the acceptance.
+    """
     torch.manual_seed(0)
     with torch.device(device):
         target = AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=dtype).eval()
@@ -232,8 +242,10 @@ def random_llama(dtype: torch.dtype = torch.float32, device: str = "cpu", **size
 def random_pair(
     args: argparse.Namespace, device: str = "cpu"
 ) -> tuple[PreTrainedModel, dict[str, DraftHead], list[Inputs]]:
-    """A target of the shape asked for, heads by their method, of random weights, and prompts; the heads draft chains,
-    every round. On the device `meta` they take no memory, and have sizes alone."""
+    """Makes a random target of the given shape, random draft heads by method, and random prompts.
+
+    The heads draft chains in every round. On the device `meta` nothing takes memory; only the sizes exist.
+    """
     sizes = SHAPES[args.shape] | {"eos_token_id": None, "pad_token_id": 0}
     target = random_llama(getattr(torch, args.dtype), device, **sizes)
     heads = {method: random_head(target, method, args.depth) for method in args.methods}
@@ -241,7 +253,7 @@ def random_pair(
 
 
 def random_head(target: PreTrainedModel, method: str, depth: int) -> DraftHead:
-    """Heads for a target of a shape, of random weights; they draft chains, every round."""
+    """Makes draft heads of random weights for a target. They draft chains in every round."""
     config_class = METHODS[method].config_class
     fields = config_class.fields_for_target(target, method) | SHAPED_HEADS[method]
     if issubclass(config_class, BlockHeadConfig):
@@ -254,14 +266,15 @@ def random_head(target: PreTrainedModel, method: str, depth: int) -> DraftHead:
 
 
 def random_prompts(count: int, device: str) -> list[Inputs]:
-    """Prompts of 64 random tokens."""
+    """Makes prompts of 64 random tokens."""
     ids = [torch.randint(5, 1000, (1, 64), device=device) for _ in range(count)]
     return [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
 
 
 # ---------------------------------------------------------------------- making prompts
 def make_long(tokenizer: PreTrainedTokenizerBase, root: Path) -> list[dict[str, str]]:
-    """The first LONG_TOKENS tokens, at least, of held-out files that go on after them; files are drawn by a hash."""
+    """Makes prompts from the beginnings of held-out files: at least LONG_TOKENS tokens each, with more of the file
+    left to continue. Files are chosen by hash."""
     prompts: list[dict[str, str]] = []
     for path in corpus_files(root):
         lines = path.read_text(encoding="utf-8").splitlines() if is_held_out(path, root) else []
@@ -275,7 +288,7 @@ def make_long(tokenizer: PreTrainedTokenizerBase, root: Path) -> list[dict[str, 
 
 
 def make_chats(per_family: int, seed: int) -> list[dict[str, Any]]:
-    """Held-out chats without their answers, all families in turn."""
+    """Makes held-out chats without their answers, from all families in turn."""
     asked = [example_at(family, place, seed, held_out=True) for place in range(per_family) for family in FAMILIES]
     return [
         {"name": f"{one.family} {place // len(FAMILIES)}", "group": one.family, "thinking": one.thinking,

@@ -1,4 +1,4 @@
-"""Ways to generate the same text, taking turns, and what they took and accepted."""
+"""Generates the same prompts in several ways (sides) that take turns, and summarises their times and acceptance."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ from .setup import Inputs
 
 PLAIN = "plain generate"
 Outcome = TypeVar("Outcome")
-Options = dict[str, Any]  # what `generate` gets of one side, on top of the common ones
-TO_THE_END: Options = {"eos_token_id": None, "pad_token_id": 0}  # every text gets as many tokens
+Options = dict[str, Any]  # arguments of `generate` for one side, in addition to the common ones
+# without an end token, all texts have the same number of tokens
+TO_THE_END: Options = {"eos_token_id": None, "pad_token_id": 0}
 
 
 @dataclass
 class Run:
-    """One generation of one prompt or batch; `stats` only with heads."""
+    """One generation of one prompt or batch. `stats` is set only if draft heads were used."""
 
     token_ids: list[list[int]]
     seconds: float
@@ -40,17 +41,17 @@ class Run:
 
 
 def plain_and(heads: Mapping[str, DraftHead], **options: Any) -> dict[str, Options]:
-    """Plain generation, and heads by name; `options` are for all of them."""
+    """Returns one side for plain generation and one per draft head, by name. All sides share `options`."""
     return {PLAIN: options, **{name: {**options, "assistant_model": one} for name, one in heads.items()}}
 
 
 def generate_once(
     target: PreTrainedModel, options: Options, inputs: Inputs, max_new_tokens: int, seed: int = 0
 ) -> Run:
-    """One timed generation, counting the target's forwards; greedy unless the options say otherwise."""
+    """Runs and times one generation and counts the target's forwards. Greedy unless the options say otherwise."""
     torch.manual_seed(seed)
     heads = options.get("assistant_model")
-    if heads is not None and heads.compiled:  # which a hook would have compiled anew
+    if heads is not None and heads.compiled:  # the hook of CountForwards would trigger recompilation
         ids, seconds = timed_generation(target, inputs, max_new_tokens=max_new_tokens, **options)
         return Run(ids, seconds, heads.last_stats.target_forwards, heads.last_stats)
     with CountForwards(target) as forwards:
@@ -61,10 +62,10 @@ def generate_once(
 def run_interleaved(
     target: PreTrainedModel, sides: Mapping[str, Options], prompts: list[Inputs], max_new_tokens: int, repeats: int
 ) -> dict[str, list[list[Run]]]:
-    """Every side on every prompt, `repeats` times, in turns; those that sample get a seed per prompt and repeat.
+    """Runs every side on every prompt `repeats` times, taking turns. Sampling is seeded per prompt and repeat.
 
     Returns:
-        Runs by name of the side, `[repeat][prompt]`.
+        Runs by name of the side, indexed `[repeat][prompt]`.
     """
 
     def run(name: str, inputs: Inputs, turn: int) -> Run:
@@ -82,8 +83,13 @@ def timed_in_turns(
     warm_ups: int = 0,
     before: Callable[[], Any] = lambda: None,
 ) -> tuple[dict[str, list[float]], dict[str, Outcome]]:
-    """Wall seconds of every call, `repeats` times and in turns, and what each gave last; warm-ups come before all, and
-    `before` each, untimed."""
+    """Measures the wall seconds of every call, `repeats` times and in turns.
+
+    All warm-ups run first. `before` runs ahead of every timed call and is not timed itself.
+
+    Returns:
+        The seconds of each call, and the value that its last run returned.
+    """
     outcomes: dict[str, Outcome] = {}
 
     def run(name: str, _item: None, _turn: int) -> float:
@@ -102,11 +108,11 @@ def timed_in_turns(
 
 @contextmanager
 def timed_calls(owner: Any, name: str) -> Iterator[list[float]]:
-    """Wall seconds of every call of a function of a module, class or object, while the context lasts."""
+    """Records the wall seconds of every call of `owner.name` (`owner`: module, class or object) within the context."""
     original: Callable[..., Any] = getattr(owner, name)
     seconds: list[float] = []
 
-    @functools.wraps(original)  # generate looks at the signature of `forward`
+    @functools.wraps(original)  # `generate` inspects the signature of `forward`
     def timed(*args: Any, **kwargs: Any) -> Any:
         started = time.perf_counter()
         try:
@@ -121,15 +127,18 @@ def timed_calls(owner: Any, name: str) -> Iterator[list[float]]:
 def compare(
     target: PreTrainedModel, sides: Mapping[str, Options], prompts: list[Inputs], max_new_tokens: int, repeats: int
 ) -> dict[str, Any]:
-    """Numbers about every side, by name; the first side is what the others are compared with."""
+    """Runs and summarises every side, by name. All sides are compared with the first one."""
     return summaries(target, sides, prompts, run_interleaved(target, sides, prompts, max_new_tokens, repeats))
 
 
 def summaries(
     target: PreTrainedModel, sides: Mapping[str, Options], prompts: list[Inputs], runs: Mapping[str, list[list[Run]]]
 ) -> dict[str, Any]:
-    """Numbers about runs of every side, as [`compare`] gives them. Sampled texts are not compared: both are drawn. Of
-    texts that differ from the plain ones it is told how many do where logits tie."""
+    """Summarises the runs of every side in the format of [`compare`].
+
+    Sampled texts are not compared, because both are random draws. Where greedy texts differ from the plain ones, the
+    summary also counts how many of them differ at a tie of logits.
+    """
     plain = runs[next(iter(sides))]
     found = {name: summarise(mine, plain) for name, mine in runs.items()}
     for name, one in found.items():
@@ -143,37 +152,41 @@ def summaries(
 
 
 def speed_ratio(mine: list[list[Run]], theirs: list[list[Run]]) -> Interval:
-    """Speed of one side over that of another, over texts that are equally long: time over time, all runs together.
-    The interval is over the runs, those of a prompt in a turn being drawn together."""
+    """Returns the speed of one side over that of another, as a ratio of the total times of all runs.
+
+    Texts must be equally long. The confidence interval resamples pairs of runs: those with the same prompt and turn
+    are drawn together.
+    """
     seconds = [[run.seconds for repeat in runs for run in repeat] for runs in (theirs, mine)]
     return careful(ratio_interval(*seconds), len(seconds[0]))
 
 
 def max_nodes(side: Options) -> int:
-    """Tokens of a forward of the target with the heads of a side, at the most; 1 of plain generation."""
+    """Returns the largest number of tokens in one target forward of a side; 1 for plain generation."""
     heads = side.get("assistant_model")
     return 1 if heads is None else heads.tree_config.most_nodes
 
 
 def num_tokens(runs: list[Run]) -> int:
-    """New tokens of several prompts."""
+    """Counts the new tokens of several runs."""
     return sum(len(row) for run in runs for row in run.token_ids)
 
 
 def rate(runs: list[Run]) -> float:
-    """Tokens per second over several prompts, prefill included."""
+    """Returns tokens per second over several runs, prefill included."""
     return num_tokens(runs) / sum(run.seconds for run in runs)
 
 
 def summarise(runs: list[list[Run]], plain: list[list[Run]]) -> dict[str, Any]:
-    """Plain numbers about one side.
+    """Summarises one side in plain numbers.
 
-    The speed-up is the median over repeats of the ratio of tokens per second within a repeat; `speed_up_range` are
-    the lowest and the highest. `forwards_saved` is next to a forward per token of a batch's longest text.
+    The speed-up is the median over repeats of the ratio of tokens per second within a repeat; `speed_up_range` holds
+    the lowest and the highest ratio. `forwards_saved` compares with one forward per token of the longest text of each
+    batch.
 
     Args:
-        runs: Of the side, `[repeat][prompt]`.
-        plain: Of plain `generate`, from the same call of [`run_interleaved`].
+        runs: Runs of the side, `[repeat][prompt]`.
+        plain: Runs of plain `generate`, from the same call of [`run_interleaved`].
     """
     ratios = [rate(mine) / rate(theirs) for mine, theirs in zip(runs, plain, strict=True)]
     first = runs[0]
@@ -192,15 +205,15 @@ def summarise(runs: list[list[Run]], plain: list[list[Run]]) -> dict[str, Any]:
 
 
 def speed_up_of(ratios: list[float]) -> dict[str, Any]:
-    """The median of ratios within repeats, and their range."""
+    """Returns the median and the range of ratios that were each taken within one repeat."""
     return {"speed_up": statistics.median(ratios), "speed_up_range": [min(ratios), max(ratios)]}
 
 
 def acceptance(runs: Sequence[Run]) -> dict[str, Any]:
-    """What drafts brought, pooled over runs; empty without heads.
+    """Returns what the drafts achieved, pooled over runs; empty without draft heads.
 
-    Acceptance length and pos-acc are of rounds, tokens per forward of all forwards: plain steps and prefills too. Of
-    heads that profile, the time of drafting in a round as well.
+    Acceptance length and pos-acc count rounds only. Tokens per forward count all forwards, including plain steps and
+    prefills. For draft heads that profile, the drafting time per round is included.
     """
     stats = [run.stats for run in runs if run.stats is not None]
     if not stats:

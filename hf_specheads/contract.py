@@ -97,7 +97,7 @@ class DraftingContract:
 
     @property
     def draft_vocabulary(self) -> torch.Tensor | None:
-        """Token ids that the draft logits stand for, int64 [Vd], ascending; `None` for heads that draft over all of V."""
+        """Token ids that the draft logits stand for, int64 [Vd], ascending; `None` for heads that draft all of V."""
         raise NotImplementedError
 
     @property

@@ -9,10 +9,10 @@ import os
 import socket
 from collections.abc import Iterator
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads this when it is imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # The workers share the cores, and so do processes that tests start: threads that wait for a core spin.
+    # Workers, and processes that tests start, share the cores. More threads would spin while they wait for a core.
     os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
@@ -31,8 +31,8 @@ from hf_specheads.generation.compiled import kept
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 for kind in (torch.cuda, torch.xpu, torch.mtia):
-    # Seeds for devices that are not there wait for them, each with the stack it was set from written out: most of what
-    # `torch.manual_seed` costs.
+    # Seeding an absent device only queues the seed, together with a formatted stack trace. This is most of the cost of
+    # `torch.manual_seed`.
     if not kind.is_available():
         kind.manual_seed_all = lambda seed: None
 
@@ -41,17 +41,18 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before cases are left out by their marks. Tests that need the local Hub come first, so that they stay together
-    when several workers share the run, and one of them only starts the process that talks to it."""
+    """Runs before pytest deselects cases by their marks. Moves tests that need the local Hub to the front: they then
+    stay together when several workers share the run, and only one worker starts the process that talks to the Hub."""
     mark_the_rest(items)
     items.sort(key=lambda item: "hub" not in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay until the end: collections of garbage need not look at them again and again."""
+    """Exempts modules and tests, which live until the end anyway, from further garbage collections."""
     gc.collect()
     gc.freeze()
-    # pytest hangs its handlers on every logger that tells the root nothing, six times per test; torch has dozens.
+    # pytest attaches its handlers to every logger that does not propagate, six times per test. torch has dozens of
+    # those.
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch.") and name != "torch.__trace" and isinstance(logger, logging.Logger):
             logger.propagate = True
@@ -59,20 +60,22 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
-    """Every test starts from the same random state."""
+    """Starts every test from the same random state."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def every_round_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts of tiny random models never pay; tests want to see them verified all the same."""
+    """Makes heads draft in every round. Drafts of tiny random models never pay, but tests need to see them
+    verified."""
     monkeypatch.setattr(DraftHead, "adaptive", False)
 
 
 @pytest.fixture(autouse=True)
 def even_rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drafted next hangs on how long rounds took, which nobody can say of a machine that runs other tests at
-    the same time: every part of every round takes as long as any other, but in tests of what is timed."""
+    """Replaces the engine's clock, except in tests marked `timing`. The engine chooses what to draft by measured
+    times, which vary on a machine that runs other tests at the same time. With this clock, every part of every round
+    takes equally long."""
     if request.node.get_closest_marker("timing"):
         return
     clock = Clock(1.0)
@@ -82,25 +85,26 @@ def even_rounds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(scope="session")
 def kept_code(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where a session keeps compiled steps, so that it depends on no other."""
+    """Folder in which a session keeps compiled steps, so that no session depends on another."""
     return str(tmp_path_factory.mktemp("kept"))
 
 
 @pytest.fixture(autouse=True)
 def code_of_this_session(kept_code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests find what tests before them have compiled, and nothing older."""
+    """Lets tests reuse what earlier tests of this session have compiled, and nothing older."""
     monkeypatch.setattr(kept, "FOLDER", kept_code)
 
 
 @pytest.fixture(autouse=True)
 def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests count forwards and plant bugs that the probe would refuse; it has tests of its own."""
+    """Switches the probe off, because tests count forwards and plant bugs that it would refuse. It has tests of its
+    own."""
     monkeypatch.setattr(DraftHead, "probe", False)
 
 
 @pytest.fixture(autouse=True)
 def blocked_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections to other machines fail at once; loopback stays open for processes of one training."""
+    """Makes connections to other machines fail at once. Loopback stays open for the processes of one training."""
     connect = socket.socket.connect
 
     def guarded(self: socket.socket, address: object) -> None:
@@ -113,7 +117,7 @@ def blocked_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def target() -> LlamaForCausalLM:
-    """A tiny random Llama of its own: vocabulary 99, width 32, two layers."""
+    """A tiny random Llama that only this test uses: vocabulary 99, width 32, two layers."""
     return own_target("llama")
 
 
@@ -153,7 +157,7 @@ def _shared_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """The same for all tests; what a test sets of its chat template ends with the test."""
+    """The tokenizer that all tests share. A chat template that a test sets is removed after the test."""
     return _shared_tokenizer()
 
 
@@ -165,7 +169,7 @@ def _no_template_stays() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def hub_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubEndpoint]:
-    """The local Hub of a session; tests use `hub`."""
+    """The local Hub of a session; tests use the fixture `hub`."""
     server = HubEndpoint(tmp_path_factory.mktemp("hub-home"))
     yield server
     server.close()
@@ -173,6 +177,6 @@ def hub_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubEndpoint
 
 @pytest.fixture
 def hub(hub_server: HubEndpoint) -> HubEndpoint:
-    """An empty Hub on this machine, with real HTTP; see `hub_endpoint.py`."""
+    """An empty Hub on this machine, with real HTTP; see `support/hub/endpoint.py`."""
     hub_server.reset()
     return hub_server

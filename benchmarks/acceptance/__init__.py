@@ -1,1 +1,1 @@
-"""What drafts are worth: acceptance lengths, whatever the machine."""
+"""Measurements of acceptance, which do not depend on the machine."""

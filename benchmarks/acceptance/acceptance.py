@@ -2,10 +2,10 @@
 
     python -m benchmarks acceptance --heads model_cards/eagle model_cards/hass model_cards/poss3
 
-Trees are equal for all heads: chains, 16 nodes, or the 60 nodes of the published numbers. tau (micro: over all rounds)
-comes with its 95 % interval over prompts. Two heads are told apart where the interval of their difference, paired by
-prompts, does not hold 0. The result holds tokens and rounds of every prompt, so further comparisons need no new
-measurement. Nothing is timed, so the machine may be busy.
+All heads draft the same trees: chains, 16 nodes, or the 60 nodes of the published numbers. tau (micro-averaged: over
+all rounds) comes with its 95 % interval over prompts. Two heads are told apart if the interval of their difference,
+paired by prompts, does not contain 0. The result holds tokens and rounds of every prompt, so further comparisons need
+no new measurement. Nothing is timed, so the machine may be busy.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Heads, prompts, ways of decoding, trees and depths."""
+    """Adds the arguments for heads, prompts, ways of decoding, trees and depths."""
     heads = ["eagle", "hass", "poss1", "poss2", "poss3", "control"]
     add_generation_arguments(parser, heads, prompts=["chats"], repeats=None)
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 6, 8])
@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def generate_all(
     target: PreTrainedModel, options: Options, prompts: Sequence[Inputs], args: argparse.Namespace
 ) -> list[tuple[list[int], Run]]:
-    """One side on all prompts, those of about the same length together: places, and the run, of every batch."""
+    """Runs one side on all prompts, batching prompts of about the same length. Returns, for every batch, the places of
+    its prompts and the run."""
     order = sorted(range(len(prompts)), key=lambda place: prompts[place]["input_ids"].shape[1])
     batches = [order[start : start + args.batch_size] for start in range(0, len(order), args.batch_size)]
     return [
@@ -61,7 +62,7 @@ def generate_all(
 
 
 def counts_of(runs: Sequence[tuple[list[int], Run]]) -> Counts:
-    """Tokens and rounds of every prompt, in the order of the prompts."""
+    """Returns the tokens and rounds of every prompt, in the order of the prompts."""
     accepted = {place: row for places, run in runs for place, row in zip(places, run.stats.num_accepted, strict=True)}
     rows = [accepted[place] for place in sorted(accepted)]
     return [float(sum(row) + len(row)) for row in rows], [float(len(row)) for row in rows]
@@ -69,7 +70,8 @@ def counts_of(runs: Sequence[tuple[list[int], Run]]) -> Counts:
 
 # ---------------------------------------------------------------------- measuring
 def numbers_of(counts: Counts, groups: dict[str, list[int]]) -> dict[str, Any]:
-    """tau with its interval, the mean of the prompts' own, of every group of prompts, and what all is made of."""
+    """Returns the interval of tau, the mean of the prompts' own taus, tau by group of prompts, and the underlying
+    counts."""
     micro = ratio_interval(*counts)
     each = [tokens / rounds for tokens, rounds in zip(*counts, strict=True) if rounds]
     return {
@@ -82,7 +84,8 @@ def numbers_of(counts: Counts, groups: dict[str, list[int]]) -> dict[str, Any]:
 
 
 def groups_of(args: argparse.Namespace) -> dict[str, list[int]]:
-    """Places of the prompts of each group, and of those with and without a think block, where a set has such."""
+    """Returns the places of the prompts of each group, and of those with and without a think block, if a set has
+    these."""
     groups: dict[str, list[int]] = {}
     for place, entry in enumerate(entry for name in args.prompts for entry in prompt_entries(name)[: args.limit]):
         thinking = {True: "thinking", False: "not thinking"}.get(entry.get("thinking"))
@@ -92,13 +95,13 @@ def groups_of(args: argparse.Namespace) -> dict[str, list[int]]:
 
 
 def with_tree(heads: DraftHead, tree: str, depth: int) -> DraftHead:
-    """Heads with one of the trees; as deep as they can draft."""
+    """Returns heads that draft one of the trees, as deep as `depth` or as they can draft."""
     depth = min(depth, heads.max_draft_positions or depth)
     return heads.with_tree(**{"depth": depth, "total_tokens": depth + 1, **TREES[tree]})
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Every head, mode, tree and depth."""
+    """Measures every combination of heads, mode, tree and depth."""
     target, loaded, prompts = load_pair(args, every_round=True)
     plain = [run.token_ids for _, run in generate_all(target, {}, prompts, args)]
     groups, heads = groups_of(args), {}
@@ -109,7 +112,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         options = {**MODES[mode], "assistant_model": with_tree(loaded[name], tree, depth)}
         runs = generate_all(target, options, prompts, args)
         cell = {**acceptance([run for _, run in runs]), **numbers_of(counts_of(runs), groups)}
-        if mode == "greedy":  # sampled rows of a batch share the random numbers, so their texts say nothing
+        if mode == "greedy":  # sampled rows of a batch share random numbers, so their texts cannot be compared
             cell["identical"] = [run.token_ids for _, run in runs] == plain
         heads[name]["measured"][mode][tree][str(depth)] = cell
         print(f"{name}, {mode}, {tree}, depth {depth}: tau {cell['acceptance_length']:.3f}", file=sys.stderr)
@@ -119,7 +122,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- the table
 def table(result: Result) -> str:
-    """Per mode and tree a table of tau over depths; then tau by groups of prompts."""
+    """One table of tau by depth for each mode and tree, then tables of tau by groups of prompts."""
     parts = [_of_tree(result, mode, tree) for mode in result["modes"] for tree in result["trees"]]
     parts += [_of_groups(result, mode) for mode in result["modes"]]
     sets = ", ".join(result["prompts"])
@@ -132,7 +135,7 @@ def table(result: Result) -> str:
 
 
 def _of_tree(result: Result, mode: str, tree: str) -> str:
-    """Rows are heads, the best first."""
+    """One row per head, in descending order of tau."""
     deepest = str(result["depths"][-1])
     found = {name: facts["measured"][mode][tree] for name, facts in result["heads"].items()}
     rows = []
@@ -153,16 +156,16 @@ def _with_interval(cell: Result) -> str:
     return f"{number(cell['acceptance_length'])} ({number(low)}-{number(high)})"
 
 
-short_table = answers_table  # what the measurement answers
+short_table = answers_table  # the short table shows the answers to the questions
 
 
 def told_apart(ours: Result, theirs: Result, depth: str) -> bool:
-    """Whether the difference is surely not 0."""
+    """Tells whether the interval of the difference excludes 0."""
     return verdict(difference(ours, theirs, depth)) != "not told apart"
 
 
 def _of_groups(result: Result, mode: str) -> str:
-    """tau of every group with the first tree at the last depth; empty where prompts have no groups."""
+    """Formats tau of every group with the first tree at the last depth; empty if prompts have no groups."""
     tree, deepest = next(iter(result["trees"])), str(result["depths"][-1])
     cells = {name: facts["measured"][mode][tree][deepest] for name, facts in result["heads"].items()}
     names = list(next(iter(cells.values()))["groups"])

@@ -1,10 +1,10 @@
-"""Acceptance over the compute of a training, and its slope where the training ends.
+"""Acceptance as a function of training compute, and its slope at the end of training.
 
     python -m benchmarks curves --heads model_cards/eagle model_cards/poss3
 
-From the evaluations that the trainings themselves kept (`training_facts.json`): tau that a chain would reach on
-held-out chats, expected from the losses' own distributions. Compute is of the stage alone, not of what it starts from.
-Nothing is measured anew.
+The numbers come from the evaluations stored during training (`training_facts.json`): the tau that a chain would reach
+on held-out chats, expected from the distributions of the losses. Compute is that of the stage alone, without the heads
+it starts from. Nothing is measured anew.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ QUARTERS = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Whose trainings."""
+    """Adds the argument that names the trained heads."""
     parser.add_argument("--heads", nargs="+", required=True, help="folders with training_facts.json")
 
 
 def curve_of(facts: dict[str, Any]) -> Result:
-    """Evaluations of one training by compute, and what the last of them gained per TFLOP."""
+    """Returns the last evaluations of one training by compute, and the gain in tau per TFLOP between the last two."""
     kept = [entry for entry in facts["log_history"] if "eval_expected_acceptance_length" in entry and entry["step"]]
     per_step = facts["training_flops"] / facts["steps"] / TERA
     found = [(entry["step"] * per_step, entry["eval_expected_acceptance_length"]) for entry in kept][-QUARTERS:]
@@ -42,14 +42,14 @@ def curve_of(facts: dict[str, Any]) -> Result:
 
 
 def measure(args: argparse.Namespace) -> Result:
-    """All trainings."""
+    """Reads all trainings."""
     facts = {display_name(folder): json.loads((Path(folder) / "training_facts.json").read_text("utf-8"))
              for folder in args.heads}  # fmt: skip
     return {"heads": {name: curve_of(one) for name, one in facts.items()}}
 
 
 def table(result: Result) -> str:
-    """One row per training, four points of its curve."""
+    """One row per training, with four points of its curve."""
     places = {
         f"tau at {place}/{QUARTERS}": lambda one, place=place: number(dict(enumerate(one["tau"], 1)).get(place))
         for place in range(1, QUARTERS + 1)

@@ -1,6 +1,6 @@
-"""What a measurement of acceptance answers: differences of tau between two heads, with their intervals.
+"""Questions that a measurement of acceptance answers: differences of tau between two heads, with their intervals.
 
-Both heads of a question differ in what it asks about, and in nothing else; see `trainer/shipped_pair/runs.py`.
+The two heads of a question differ only in what it asks about; see `trainer/shipped_pair/runs.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from hf_specheads.bootstrap import Interval, difference_interval
 from ..results import Result, footnote, markdown_table, number
 
 Counts = tuple[list[float], list[float]]  # tokens and rounds of every prompt
-SEED = "-seed"  # heads of other seeds are called `poss3-seed1`
+SEED = "-seed"  # heads trained with another seed are called, for example, `poss3-seed1`
 QUESTIONS = (
     ("HASS over EAGLE, equal compute", "hass", "eagle"),
     ("HASS over EAGLE, equal steps", "hass-equal-steps", "eagle"),
@@ -52,30 +52,30 @@ QUESTIONS = (
 
 
 def counts_as_text(counts: Counts) -> str:
-    """As a result holds them."""
+    """Formats counts for a result file."""
     return " ".join(f"{tokens:.0f}/{rounds:.0f}" for tokens, rounds in zip(*counts, strict=True))
 
 
 def counts_from(text: str) -> Counts:
-    """What a result holds."""
+    """Parses counts from a result file."""
     pairs = [one.split("/") for one in text.split()]
     return [float(tokens) for tokens, _ in pairs], [float(rounds) for _, rounds in pairs]
 
 
 def difference(ours: Result, theirs: Result, depth: str) -> Interval:
-    """Of tau at one depth, paired by prompts, from what a result holds."""
+    """Returns the difference of tau at one depth, paired by prompts, from the counts in a result."""
     return difference_interval(counts_from(ours[depth]["counts"]), counts_from(theirs[depth]["counts"]))
 
 
 def verdict(found: Interval) -> str:
-    """What an interval of a difference says."""
+    """Puts the interval of a difference into words."""
     if found.low > 0:
         return "ahead"
     return "behind" if found.high < 0 else "not told apart"
 
 
 def answers_table(result: Result) -> str:
-    """Every question whose heads were measured, per seed; one table per mode, with the first tree."""
+    """Answers every question whose heads were measured, per seed. One table per mode, with the first tree."""
     tree, deepest = next(iter(result["trees"])), str(result["depths"][-1])
     parts = []
     for mode in result["modes"]:
@@ -88,7 +88,7 @@ def answers_table(result: Result) -> str:
 
 
 def _asked(found: dict[str, Result]) -> list[tuple[str, str, str]]:
-    """Words and both heads of every question that can be answered, once per seed that both have."""
+    """Returns wording and both heads of every question that can be answered, once per seed that both heads have."""
     seeds = sorted({name.rpartition(SEED)[2] for name in found if SEED in name})
     suffixes = {"": "", **{f"{SEED}{seed}": f", seed {seed}" for seed in seeds}}
     return [

@@ -1,1 +1,1 @@
-"""What the doctor says of heads in which something was planted, and of sound ones."""
+"""Measurements of `specheads doctor` and `specheads diff` on planted and sound heads, and of run times of commands."""

@@ -1,9 +1,9 @@
-"""How long commands that only answer take, and what the import of the package adds to that of an auto class.
+"""Time that commands take which only answer, and what importing the package adds to importing an auto class.
 
     python -m benchmarks answers
 
-Seconds of processors, the least of several runs: start of Python and imports are part of them, and they hardly depend
-on what else a machine does.
+Reports processor seconds, the least of several runs. They include the start of Python and imports, and hardly depend
+on what else the machine does.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ IMPORTS = ("import hf_specheads", AUTO, f"import hf_specheads; {AUTO}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The heads, and how often."""
+    """Adds the arguments for the heads and the number of runs."""
     parser.add_argument("--heads", default="model_cards/eagle3", help="heads to inspect: folder")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each, of which the least counts")
 
 
 def measure(args: argparse.Namespace) -> Result:
-    """Every command and every import."""
+    """Measures every command and every import."""
     commands = [["--help"], ["env"], ["inspect", args.heads], *([name, "--help"] for name in COMMANDS)]
     spent = least_seconds({" ".join(words): ["-m", "hf_specheads", *words] for words in commands}, args.repeats)
     imports = least_seconds({code: ["-c", code] for code in IMPORTS}, args.repeats)
@@ -37,7 +37,8 @@ def measure(args: argparse.Namespace) -> Result:
 
 
 def least_seconds(runs: dict[str, list[str]], repeats: int) -> dict[str, float]:
-    """Least seconds of processors that a fresh interpreter takes for each; they take turns, forwards and backwards."""
+    """Returns the least processor seconds that a fresh interpreter takes for each. Runs take turns, in alternating
+    order."""
     spent: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(repeats):
         for name, words in list(runs.items())[:: 1 if turn % 2 else -1]:
@@ -48,18 +49,18 @@ def least_seconds(runs: dict[str, list[str]], repeats: int) -> dict[str, float]:
 
 
 def processor_seconds() -> float:
-    """That processes started from here have taken so far."""
+    """Returns the processor seconds that child processes have used so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def texts_agree(result: Result) -> bool:
-    """Whether all commands answer within a second."""
+    """Tells whether all commands answer within a second of processor time."""
     return max(result["commands"].values()) < 1
 
 
 def table(result: Result) -> str:
-    """One row per command, the slowest of the helps alone, and per import."""
+    """One row per command (of the `--help` commands, only the slowest), then one row per import."""
     helps = {name: spent for name, spent in result["commands"].items() if name.endswith(" --help")}
     slowest = max(helps, key=lambda name: helps[name])
     shown = {name: spent for name, spent in result["commands"].items() if name not in helps or name == slowest}

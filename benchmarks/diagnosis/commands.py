@@ -1,8 +1,9 @@
-"""How long the commands that explain take, as they are typed: wall seconds, and seconds of processors.
+"""Time of the commands that explain, run as a user types them: wall seconds and processor seconds.
 
     python -m benchmarks commands
 
-Start of Python, imports and loading are part of it. Seconds of processors hardly depend on what else a machine does.
+The times include the start of Python, imports and loading. Processor seconds hardly depend on what else the machine
+does.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ COMMANDS: dict[str, list[str]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair."""
+    """Adds the arguments for the pair and the commands."""
     parser.add_argument("--target", default="model_cards/target", help="target: folder")
     parser.add_argument("--heads", default="model_cards/eagle3", help="heads: folder")
     parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS), help="some of the commands")
 
 
 def measure(args: argparse.Namespace) -> Result:
-    """Every command once."""
+    """Runs every command once."""
     found = {}
     for name in args.only:
         command, *rest = COMMANDS[name]
@@ -52,7 +53,7 @@ def measure(args: argparse.Namespace) -> Result:
 
 
 def texts_agree(result: Result) -> bool:
-    """Whether nothing was found where nothing is wrong."""
+    """Tells whether no command reported a problem, as the pair is sound."""
     return not any(one["exit_code"] for one in result["commands"].values())
 
 

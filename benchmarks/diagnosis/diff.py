@@ -1,10 +1,11 @@
-"""What `specheads diff` says of texts in bfloat16 whose ties rounding decides, and of bugs planted in the engine.
+"""Verdicts of `specheads diff` on bfloat16 texts that differ at ties of logits, and on bugs planted in the engine.
 
     python -m benchmarks diff
 
-Every prompt is generated with heads and plainly, as things are and with a bug planted: nodes that see all nodes of
-their tree, and nodes that stand one position too far. Texts that differ must be called ties as things are, and every
-bug must be called one, from its first round on: the prefill's token is right, the next one is the first that is wrong.
+Every prompt is generated with heads and plainly: without changes, and with each of two planted bugs (nodes that attend
+to all nodes of their tree, and nodes whose position is one too high). Without changes, texts that differ must be
+called ties. With a bug, they must be called bugs, from the first round on: the prefill's token is right, and the next
+one is the first that is wrong.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ SOURCES = ("hf_specheads", "hf_specheads/diagnosis", "benchmarks/diagnosis")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair and its prompts."""
+    """Adds the arguments for the pair and its prompts."""
     add_generation_arguments(parser, ["eagle3"], ["chats_tuning"], repeats=None)
     parser.set_defaults(dtype="bfloat16", limit=6, max_new_tokens=64)
 
 
 def wrong_mask() -> AbstractContextManager:
-    """Every node sees all nodes of its tree, not its ancestors alone."""
+    """Makes every node attend to all nodes of its tree, not only to its ancestors."""
     right = target_cache.TreeCache.attention_masks
 
     def everything(self: Any, tree: DraftTree) -> Any:
@@ -50,7 +51,7 @@ def wrong_mask() -> AbstractContextManager:
 
 
 def wrong_positions() -> AbstractContextManager:
-    """Nodes stand one position after where they belong."""
+    """Moves the position of every node one too far."""
     right = target_cache.TreeCache.forward_inputs
 
     def shifted(self: Any, tree: Any) -> dict[str, Any]:
@@ -68,7 +69,7 @@ PLANTED: dict[str, Callable[[], AbstractContextManager]] = {
 
 
 def measure(args: argparse.Namespace) -> Result:
-    """Verdicts of all heads on all prompts, as things are and with each bug."""
+    """Collects the verdicts of all heads on all prompts, without changes and with each bug."""
     target, heads, prompts = load_pair(args)
     found = {}
     for name, one in heads.items():
@@ -93,7 +94,7 @@ def _summary(said: list[Difference]) -> Result:
 
 
 def texts_agree(result: Result) -> bool:
-    """Whether nothing is called a bug as things are, and everything is with one."""
+    """Tells whether no unchanged case is called a bug, and every case with a bug is."""
     return all(
         set(one["verdicts"]) <= ({"same", "tie"} if one["planted"] == "nothing" else {"bug"})
         for one in result["cases"].values()

@@ -1,13 +1,13 @@
-"""Causes of low acceptance planted in sound heads: what `specheads doctor` says, and of the sound ones.
+"""Verdicts of `specheads doctor` on planted causes of low acceptance, and on sound heads.
 
     python -m benchmarks doctor --of shipped
     python -m benchmarks doctor --of tiny
 
-Every planting changes heads, their target, their training or the prompts as one of the causes would; the doctor is
-given the result and nothing else. Most are planted in the shipped pair; what needs a training of its own, and drafters
-of whole blocks, in a tiny one. `before` and `after` are teacher-forced acceptance as planted, and under the setting
-the doctor proposes. Of sound heads it must say nothing. What they gain at most under any alternative, and what mended
-ones gain at least, shows whether the doctor's thresholds are where they should be.
+Every planting changes heads, their target, their training or the prompts as one of the causes would. The doctor gets
+only the result. Most causes are planted in the shipped pair; those that need a training of their own, and those of
+block drafters, are planted in a tiny pair. `before` is teacher-forced acceptance as planted, and `after` under the
+setting that the doctor proposes. On sound heads the doctor must report nothing. The largest gain of sound heads under
+any alternative and the smallest gain of mended ones show whether the doctor's thresholds are well placed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MEASURES = ("position_1", "tau", "likelihood")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which heads, where the pair lies, and how much text is looked at."""
+    """Adds the arguments for the heads, the folder of the pair and the amount of text."""
     said = "shipped heads, or tiny ones and those recorded from the authors' code"
     parser.add_argument("--of", choices=("shipped", "tiny"), default="shipped", help=said)
     parser.add_argument("--pair", type=Path, default=Path("model_cards"), help="folder of the heads' folders")
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> Result:
-    """All plantings, and all sound heads."""
+    """Examines all plantings and all sound heads."""
     if shipped := args.of == "shipped":
         check_shipped(args.pair)
     target, tokenizer = load_target(args) if shipped else (None, None)
@@ -65,10 +65,10 @@ def measure(args: argparse.Namespace) -> Result:
 
 
 def check_shipped(pair: Path) -> None:
-    """Before any work: the heads are there that something is planted in.
+    """Checks, before any work, that the shipped heads exist that causes are planted in.
 
     Raises:
-        ValueError: if some are not.
+        ValueError: if some are missing.
     """
     wanted = {one.heads for one in PLANTINGS if not one.heads.startswith("tiny")}
     if missing := sorted(name for name in wanted if not (pair / name / "config.json").is_file()):
@@ -79,7 +79,7 @@ def check_shipped(pair: Path) -> None:
 
 
 def variant(args: argparse.Namespace) -> str:
-    """Both have results of their own."""
+    """Stores the results of shipped and of tiny heads under names of their own."""
     return args.of
 
 
@@ -100,13 +100,13 @@ def _sound_tiny(lab: Lab) -> Iterator[tuple[str, Case]]:
 
 
 def _others(lab: Lab) -> Iterator[tuple[int, Lab]]:
-    """Other tiny targets than the one thresholds were looked at on."""
+    """Yields tiny targets other than the one on which the thresholds were chosen."""
     for seed in OTHER_TARGETS:
         yield seed, Lab(lab.target, lab.prompts, lab.new_tokens, lab.pair, tiny_target=tiny_target(seed))
 
 
 def _plantings(lab: Lab, shipped: bool) -> Iterator[tuple[Planting, Lab]]:
-    """In the pair asked for; of tiny ones, some again on other targets."""
+    """Yields the plantings of the selected pair; for tiny ones, also some again on other targets."""
     for one in PLANTINGS:
         if shipped != one.heads.startswith("tiny"):
             yield one, lab
@@ -117,7 +117,7 @@ def _plantings(lab: Lab, shipped: bool) -> Iterator[tuple[Planting, Lab]]:
 
 
 def examined(case: Case) -> Diagnosis:
-    """What the doctor says of a case."""
+    """Returns the doctor's diagnosis of a case."""
     return diagnose(
         case.target, case.heads, case.prompts, tokenizer=case.tokenizer, evidence=case.evidence,
         max_new_tokens=case.new_tokens, positions=case.positions, speed=False,
@@ -125,7 +125,7 @@ def examined(case: Case) -> Diagnosis:
 
 
 def said(found: Diagnosis) -> Result:
-    """Causes, and the most that any alternative would gain, by what is measured."""
+    """Summarises a diagnosis: causes, acceptance, and the largest gain of any alternative by measure."""
     gains = [trial.gain.to_dict() for trial in found.facts.trials]
     return {
         "causes": [one.cause for one in found.findings],
@@ -154,7 +154,8 @@ def _row(planting: Planting, found: Diagnosis) -> Result:
 
 
 def _margins(planted: Iterable[Result], sound: Iterable[Result]) -> Result:
-    """The most that sound heads gain under any alternative, and the least that planted ones gain by their mend."""
+    """Returns the largest gain of sound heads under any alternative, and the smallest gain of planted heads by their
+    mend."""
     sound, mended = list(sound), [row["gain"] for row in planted if row["gain"] and row["named"]]
     thresholds = dict(zip(MEASURES, (CLEAR_FIRST, CLEAR_LENGTH, CLEAR_LIKELIHOOD), strict=True))
     return {
@@ -168,12 +169,12 @@ def _margins(planted: Iterable[Result], sound: Iterable[Result]) -> Result:
 
 
 def texts_agree(result: Result) -> bool:
-    """Whether everything was named, and nothing else."""
+    """Tells whether every planted cause was named first, and none was named for sound heads."""
     return result["named"] == len(result["planted"]) and not result["false_alarms"]
 
 
 def table(result: Result) -> str:
-    """Plantings, then sound heads, then by how much both are told apart."""
+    """Plantings, then sound heads, then the margins between both."""
     rows = [
         (f"{row['number']}", row["planted"], row["heads"], ", ".join(row["causes"]) or "nothing",
          "yes" if row["named"] else "no", row["mend"] or "", _change(percent, row["before"], row["after"]),

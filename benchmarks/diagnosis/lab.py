@@ -1,4 +1,4 @@
-"""Pairs that something is planted in: the shipped one, whose texts are captured once, and a tiny one."""
+"""Pairs in which causes are planted: the shipped pair, whose texts are captured once, and a tiny one."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ TEMPLATE = "{% for message in messages %}w7 w8 {{ message['content'] }} w9 w11 w
 
 @dataclass
 class Case:
-    """What the doctor is given.
+    """A case for the doctor.
 
     Attributes:
         target: The target.
-        heads: Its heads, something planted in them.
+        heads: Its heads, with the planted cause.
         prompts: Token ids [1, T] each, or texts.
-        new_tokens: Text per prompt.
-        positions: Draft positions looked at.
-        evidence: Texts of the target after the prompts, if they were captured before; `None` once either is changed.
-        tokenizer: Of the target, for texts.
+        new_tokens: Tokens generated per prompt.
+        positions: Number of draft positions to examine.
+        evidence: Texts of the target after the prompts, if already captured; `None` after a change of target or
+            prompts.
+        tokenizer: Tokenizer of the target, for prompts that are texts.
     """
 
     target: PreTrainedModel
@@ -49,14 +50,14 @@ class Case:
 
 @dataclass
 class Lab:
-    """Both pairs.
+    """The shipped pair and the tiny one.
 
     Attributes:
-        target: The shipped one.
-        prompts: For it.
-        new_tokens: Per prompt.
+        target: The shipped target.
+        prompts: Prompts for the shipped target.
+        new_tokens: Tokens generated per prompt.
         pair: Folder of the shipped heads.
-        tokenizer: Of the shipped target.
+        tokenizer: Tokenizer of the shipped target.
     """
 
     target: PreTrainedModel
@@ -73,12 +74,13 @@ class Lab:
         return self._kept[key]
 
     def folders(self) -> list[str]:
-        """Of all shipped heads."""
+        """Returns the folders of all shipped heads."""
         configs = sorted(self.pair.glob("*/config.json"))
         return [str(path.parent) for path in configs if '"specheads_' in path.read_text(encoding="utf-8")]
 
     def shipped(self, name: str) -> Case:
-        """Sound heads of the shipped target; those that come with an adapter have a target of their own."""
+        """Returns sound heads with the shipped target. Heads that come with an adapter get their own copy of the
+        target."""
         heads = load_heads(str(self.pair / name), dtype=self.target.dtype)
         case = Case(self.target, heads, self.prompts, self.new_tokens, tokenizer=self.tokenizer)
         if heads.config.target_adapter is not None:
@@ -89,7 +91,8 @@ class Lab:
         return case
 
     def recorded(self, name: str) -> Case | None:
-        """Heads that were recorded with the authors' code, of a tiny target; `None` where no weights are."""
+        """Returns heads recorded with the authors' code and their tiny target; `None` if the recording has no
+        weights."""
         case = json.loads((RECORDINGS / name / "case.json").read_text(encoding="utf-8"))
         target_at, draft_at = (RECORDINGS / name / case.get(key, key) for key in ("target", "draft"))
         if not (target_at.is_dir() and draft_at.is_dir()):
@@ -98,18 +101,19 @@ class Lab:
         specialists = case["settings"].get("position_per_layer")
         options = {"method": "mtp"} if case.get("method") == "mtp" else {"positions_per_specialist": specialists}
         heads = load_heads(str(draft_at), dtype=torch.float32, **options)
-        # Pieces of the one text there is: beginnings of it would all be continued by the same text.
+        # The prompts are pieces from all over the only text. If all were its beginnings, they would have the same
+        # continuation.
         text = torch.tensor([[*case["prompt_ids"], *case["output_ids"]]])
         last = max(text.shape[1] - PROMPT_TOKENS, 1)
         prompts = [text[:, at : at + PROMPT_TOKENS] for at in range(0, last, max(1, last // RECORDED_PROMPTS))]
         return Case(target, heads, prompts, RECORDED_TOKENS)
 
     def texts(self) -> Evidence:
-        """Of the tiny target."""
+        """Returns the texts of the tiny target."""
         return self._once("tiny", lambda: texts_of(self.tiny_target, tiny_prompts()))
 
     def tiny(self, method: str, options: dict[str, Any] | None = None, **training: Any) -> Case:
-        """Heads that have learnt the tiny target's texts, as [`tiny.learn`] is told to."""
+        """Returns heads that have learnt the tiny target's texts, trained by [`tiny.learn`] with these arguments."""
         told = {name: one.tolist() if isinstance(one, torch.Tensor) else one for name, one in training.items()}
 
         def make() -> DraftHead:
@@ -120,7 +124,7 @@ class Lab:
 
 
 def recorded_names() -> list[str]:
-    """Recordings of generations."""
+    """Returns the names of recorded generations."""
     return sorted(path.parent.name for path in RECORDINGS.glob("*/case.json"))
 
 
@@ -131,7 +135,7 @@ def _recorded_target(folder: Path) -> PreTrainedModel:
 
 
 def tiny_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """One word per token of the tiny target, and a chat template."""
+    """Makes a tokenizer with one word per token of the tiny target, and a chat template."""
     tokenizer = word_tokenizer(["<pad>", "<unk>", *(f"w{token}" for token in range(2, VOCABULARY))])
     tokenizer.chat_template = template
     return tokenizer

@@ -1,4 +1,4 @@
-"""Causes of low acceptance, planted in sound heads, their target, their training or the prompts."""
+"""Causes of low acceptance to plant in sound heads, their target, their training or the prompts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Plant = Callable[[Case], None]
 
 @dataclass(frozen=True)
 class Planting:
-    """One cause.
+    """One planted cause.
 
     Attributes:
-        number: Of the cause in the list of ten.
-        planted: What was done.
-        heads: Name of the heads it is planted in.
-        make: The case, from the lab.
-        named: Names of causes, one of which the doctor must say first.
+        number: Number of the cause in the list of ten.
+        planted: Description of the change.
+        heads: Name of the heads in which the cause is planted.
+        make: Makes the case from the lab.
+        named: Names of causes; the doctor must name one of them first.
     """
 
     number: int
@@ -43,7 +43,7 @@ class Planting:
 
 
 def planted(number: int, what: str, heads: str, plant: Plant, *named: str, **training: Any) -> Planting:
-    """In shipped heads, or in `tiny METHOD` trained for it."""
+    """Plants a cause in shipped heads, or in heads called `tiny METHOD` that are trained for it."""
 
     def make(lab: Lab) -> Case:
         method = heads.removeprefix("tiny ")
@@ -56,17 +56,17 @@ def planted(number: int, what: str, heads: str, plant: Plant, *named: str, **tra
 
 # ---------------------------------------------------------------------- settings of heads
 def settings(**changes: Any) -> Plant:
-    """Other fields of the config, and what is built of them."""
+    """Changes fields of the config, and rebuilds what depends on them."""
     return lambda case: put_into_force(case.heads, changes)
 
 
 def flipped(name: str) -> Plant:
-    """A field that is true or false."""
+    """Inverts a boolean field of the config."""
     return lambda case: put_into_force(case.heads, {name: not getattr(case.heads.config, name)})
 
 
 def rope(**changes: Any) -> Plant:
-    """Other parameters of the rotary positions."""
+    """Changes parameters of the rotary positions."""
 
     def plant(case: Case) -> None:
         now = case.heads.config.rope_parameters or {}
@@ -80,7 +80,7 @@ def no_map(case: Case) -> None:
 
 
 def another_map(case: Case) -> None:
-    """As many tokens, counted on other texts: the last ones instead of the first."""
+    """Shifts the draft vocabulary from the first tokens to the last, as if counted on other texts."""
     vocabulary, size = case.heads.config.vocab_size, len(case.heads.d2t)
     case.heads.d2t.copy_(torch.full_like(case.heads.d2t, vocabulary - size))
 
@@ -90,7 +90,7 @@ def other_slot(case: Case) -> None:
 
 
 def weights(change: Callable[[torch.Tensor], torch.Tensor], *ends: str) -> Plant:
-    """Changes the weights whose names end so."""
+    """Changes the weights whose names have one of these endings."""
 
     def plant(case: Case) -> None:
         for name, weight in case.heads.named_parameters():
@@ -101,12 +101,13 @@ def weights(change: Callable[[torch.Tensor], torch.Tensor], *ends: str) -> Plant
 
 
 def as_gguf(weight: torch.Tensor, width: int = 64) -> torch.Tensor:
-    """Rows of each attention head as rope over neighbours wants them."""
+    """Reorders the rows of each attention head for rotary positions that pair neighbouring dimensions, as in GGUF
+    files."""
     return weight.unflatten(0, (-1, 2, width // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def transposed_squares(weight: torch.Tensor) -> torch.Tensor:
-    """Square matrices the other way."""
+    """Transposes square matrices."""
     return weight.T.contiguous() if weight.ndim == 2 and weight.shape[0] == weight.shape[1] else weight
 
 
@@ -117,7 +118,7 @@ def gates_exchanged(case: Case) -> None:
 
 
 def backwards(*stacks: str) -> Plant:
-    """Layers, specialists or heads in the other order."""
+    """Reverses the order of layers, specialists or Medusa heads."""
 
     def plant(case: Case) -> None:
         count = len(getattr(case.heads, stacks[0]))
@@ -129,13 +130,13 @@ def backwards(*stacks: str) -> Plant:
 
 
 def tokens_before(case: Case) -> None:
-    """Files whose blocks read the feature last."""
+    """Rolls the columns of blocks, as in files whose blocks read the feature last."""
     width = case.heads.config.feature_size
     weights(lambda one: one.roll(-width, dims=1), ".linear.weight", ".residual.weight")(case)
 
 
 def later_map(case: Case) -> None:
-    """Every draft id stands for the token after its own."""
+    """Maps every draft id to the token after its own."""
     last = case.heads.config.vocab_size - 1 - torch.arange(len(case.heads.d2t))
     case.heads.d2t.copy_((case.heads.d2t + 1).minimum(last))
 
@@ -145,23 +146,24 @@ def swapped_halves(weight: torch.Tensor) -> torch.Tensor:
 
 
 def lost(weight: torch.Tensor) -> torch.Tensor:
-    """A tensor that was not in the file."""
+    """Replaces a tensor by random values, as if it had been missing from the file."""
     return torch.nn.init.normal_(torch.empty_like(weight), std=0.02, generator=torch.Generator().manual_seed(0))
 
 
 def without_adapter(lab: Lab) -> Case:
-    """Heads that were trained on a target with an adapter, on the target without it."""
+    """Makes heads that were trained on a target with an adapter, and pairs them with the target without the
+    adapter."""
     target = copy.deepcopy(lab.tiny_target)
     add_adapter(target, rank=4, alpha=8, modules="q_proj,v_proj,down_proj")
     torch.manual_seed(1)
     for weight in adapter_parameters(target):
-        torch.nn.init.normal_(weight, std=0.3)  # as a training leaves them: a fresh one changes nothing
+        torch.nn.init.normal_(weight, std=0.3)  # values like after training, because a fresh adapter changes nothing
     heads = learn(fresh_heads(target), texts_of(target, tiny_prompts()))
     return Case(lab.tiny_target, heads, tiny_prompts(), NEW_TOKENS, 2, lab.texts())
 
 
 def unscaled_embedding(lab: Lab) -> Case:
-    """Heads for a target that scales its embedding, trained on what the embedding is in the file."""
+    """Makes heads for a target that scales its embedding, with weights as if trained on the unscaled embedding."""
     target = scaling_target()
     evidence = texts_of(target, tiny_prompts())
     heads = learn(fresh_heads(target, "eagle"), evidence)
@@ -171,7 +173,7 @@ def unscaled_embedding(lab: Lab) -> Case:
 
 
 def nothing(case: Case) -> None:
-    """The training was it."""
+    """Changes nothing, for causes that lie in the training."""
 
 
 # ---------------------------------------------------------------------- target, prompts, training
@@ -188,14 +190,14 @@ def random_prompts(case: Case) -> None:
 
 
 def long_prompts(case: Case) -> None:
-    """Half of the prompts come after much that is not in the training."""
+    """Puts a long text, unlike the training, before some of the prompts."""
     before = tiny_prompts(len(case.prompts), 150, seed=50)
     case.prompts += [torch.cat(pair, dim=1) for pair in zip(before, case.prompts, strict=True)][:4]
     case.evidence = None
 
 
 def raw_texts(lab: Lab) -> Case:
-    """Heads that were trained on chats are asked for raw text."""
+    """Asks heads that were trained on chats for raw text."""
     tokenizer = tiny_tokenizer()
     texts = [tokenizer.decode(ids[0]) for ids in tiny_prompts()]
     chats = [tokenizer.apply_chat_template([{"role": "user", "content": text}], return_dict=True) for text in texts]
@@ -205,7 +207,7 @@ def raw_texts(lab: Lab) -> Case:
 
 
 def other_template(lab: Lab) -> Case:
-    """The template of the training put a block of its own before every answer to a chat, and it was supervised."""
+    """Trains with a template that puts a block of its own before every answer, and supervises this block."""
     tokenizer, block = tiny_tokenizer(), 13
     chats = [[{"role": "user", "content": tokenizer.decode(ids[0])}] for ids in tiny_prompts()]
     asked = [tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"] for chat in chats]
@@ -217,7 +219,7 @@ def other_template(lab: Lab) -> Case:
 
 
 def other_texts(lab: Lab) -> Case:
-    """Heads that were taught what the target says to texts that others wrote, and none of its own answers."""
+    """Trains heads on the target's predictions within texts by others, and on none of its own answers."""
     evidence = texts_of(lab.tiny_target, tiny_prompts(6, 60))
     places = torch.arange(evidence.token_ids.shape[1])[None]
     labels = evidence.favourites.roll(1, dims=1)
@@ -230,11 +232,11 @@ def later_labels(lab: Lab) -> Case:
 
 
 def partial_rope(lab: Lab) -> Case:
-    """Heads whose rope rotates a half of every attention head were loaded as if it were all."""
+    """Loads heads whose rotary positions cover half of every attention head as if they covered all of it."""
     heads, share = fresh_heads(lab.tiny_target), 0.5
     attention = heads.layers[0].self_attn
     heads.rotary_emb.inv_freq = partial_frequencies(attention.head_dim, share, 10000.0)
-    heads.rotary_emb.inv_freq *= 4  # a rotation that matters at this length
+    heads.rotary_emb.inv_freq *= 4  # makes the rotation strong enough to matter at this length
     learn(heads, lab.texts())
     back = torch.tensor(partial_rotation(attention.head_dim, share)).argsort()
     for part in (attention.q_proj, attention.k_proj):
@@ -250,8 +252,8 @@ def shuffled_output(case: Case) -> None:
 
 
 def rotated_target(case: Case) -> None:
-    """A target whose weights were rotated before they were quantised: the same text, other features. The heads know
-    the statistics of their training, and no fingerprint."""
+    """Rotates the target's weights, as is done before quantisation: the text stays the same, the features change. The
+    heads keep the feature statistics of their training, but no fingerprint of the target."""
     case.heads.bind(case.target)
     case.heads.config.feature_statistics = measured_statistics(case.evidence, case.heads.feature_layers)
     case.heads.config.target = None
@@ -260,13 +262,13 @@ def rotated_target(case: Case) -> None:
 
 @torch.no_grad()
 def rotate(target: Any) -> Any:
-    """Multiplies the residual stream of a Llama by an orthogonal matrix; logits stay the same."""
+    """Multiplies the residual stream of a Llama by an orthogonal matrix. Logits stay the same."""
     width = target.config.hidden_size
     rotation = torch.linalg.qr(torch.randn(width, width, generator=torch.Generator().manual_seed(0))).Q
     model = target.model
     head = torch.nn.Linear(width, target.config.vocab_size, bias=False)
     head.weight.copy_((target.lm_head.weight * model.norm.weight) @ rotation)
-    model.embed_tokens.weight.data = model.embed_tokens.weight @ rotation  # its own from here on
+    model.embed_tokens.weight.data = model.embed_tokens.weight @ rotation  # no longer tied to `lm_head`
     for layer in model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         for norm, readers in (

@@ -1,5 +1,7 @@
-"""A tiny target whose text depends on what was said before, and heads that learn a few of its texts by heart: what is
-planted in them shows, and what needs a training of its own can be planted at all."""
+"""A tiny target whose text depends on the preceding text, and heads that memorise a few of its texts.
+
+Planted causes have a clear effect on such heads, and causes that need a training of their own can be planted at all.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,13 @@ METHOD_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def tiny_target(seed: int = 0) -> LlamaForCausalLM:
-    """Eight layers of width 32."""
+    """Makes a target of eight layers and width 32."""
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=8)).eval()
 
 
 def scaling_target() -> Gemma3ForCausalLM:
-    """Four layers of a target that multiplies its embedding by the root of its width."""
+    """Makes a target of four layers that multiplies its embedding by the square root of its width."""
     torch.manual_seed(0)
     target = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, num_hidden_layers=4, head_dim=8, bos_token_id=None)).eval()
     target.generation_config.eos_token_id = None
@@ -47,18 +49,18 @@ def scaling_target() -> Gemma3ForCausalLM:
 
 
 def tiny_prompts(count: int = TEXTS, length: int = PROMPT_TOKENS, seed: int = 0) -> list[torch.Tensor]:
-    """Prompts of random tokens, int64 [1, T]."""
+    """Makes prompts of random tokens, int64 [1, T]."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCABULARY, (1, length), generator=generator) for _ in range(count)]
 
 
 def texts_of(target: PreTrainedModel, prompts: Sequence[torch.Tensor], new_tokens: int = NEW_TOKENS) -> Evidence:
-    """The target's texts after prompts, and what it made of them."""
+    """Captures the target's texts after the prompts, with its features and predictions."""
     return capture(target, continue_texts(target, prompts, new_tokens), [ids.shape[1] for ids in prompts])
 
 
 def fresh_heads(target: PreTrainedModel, method: str = "eagle3", **options: Any) -> DraftHead:
-    """Untrained heads, bound to the target, that draft chains of two."""
+    """Makes untrained heads, bound to the target, that draft chains of two tokens."""
     torch.manual_seed(5)
     tree = {"kind": "chain", "depth": 2, "top_k": 1, "total_tokens": 3}
     options = {**METHOD_OPTIONS.get(method, {}), **options}
@@ -80,21 +82,21 @@ def learn(
     """Teaches heads the texts of an evidence.
 
     Args:
-        heads: Bound to their target.
+        heads: Heads that are bound to their target.
         evidence: Texts and features.
-        steps: Of Adam.
+        steps: Steps of Adam.
         passes: Draft positions.
-        shift: Rows get the feature of the token that many tokens before their own.
-        labels: int64 [B, T], what is learnt to guess at every token, instead of that token.
+        shift: Rows get the feature of the token this many tokens before their own.
+        labels: int64 [B, T], tokens to predict at every place instead of the text's own.
         where: bool [B, T], tokens to learn; the target's own text by default.
-        rate: Of learning.
-        scale: Of `fc` before training: what is fed back is far from normed.
+        rate: Learning rate.
+        scale: Factor on `fc` before training, for features that are far from normalised.
     """
     if scale != 1:
         heads.fc.weight.data *= scale
     optimizer = torch.optim.Adam([weight for weight in heads.parameters() if weight.requires_grad], lr=rate)
     features = evidence.features(heads.feature_layers)
-    if features is not None:  # language models read none
+    if features is not None:  # language models read no features
         features = features.roll(shift, dims=1)
     wanted = slots_of_token_ids(heads, evidence.token_ids if labels is None else labels)
     wanted = wanted.masked_fill(~(own_text(evidence, 0) if where is None else where), -1)
@@ -108,7 +110,7 @@ def learn(
 
 
 def _loss(heads: DraftHead, rows: Any, wanted: torch.Tensor, passes: int) -> torch.Tensor:
-    """Cross entropy of all drafts, one draft position after the other."""
+    """Returns the sum over draft positions of the cross entropy of all drafts."""
     index, loss = rows.anchor_rows(), torch.zeros(())
     for position, drafted in enumerate(heads.unroll(rows, passes)):
         places = index + 2 + drafted.offset
@@ -126,7 +128,7 @@ def _loss(heads: DraftHead, rows: Any, wanted: torch.Tensor, passes: int) -> tor
 
 
 def _selection_loss(candidates: torch.Tensor, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of the rows whose label is among the candidates."""
+    """Returns the cross entropy of the rows whose label is among the candidates."""
     right = candidates == labels[:, None]
     among = right.any(-1)
     if not bool(among.any()):

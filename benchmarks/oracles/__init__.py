@@ -1,1 +1,1 @@
-"""Other people's programs as judges of our exports; each runs in an environment of its own."""
+"""Checks of our exports with other projects' programs, each in an environment of its own."""

@@ -1,5 +1,5 @@
-"""Briefly trained heads to be exported and served by other engines: block drafters and P-EAGLE heads for the shipped
-target, and an MTP layer in the checkpoint of a tiny Qwen3-Next.
+"""Trains heads briefly, for export to other engines: block drafters and P-EAGLE heads for the shipped target, and an
+MTP layer in the checkpoint of a tiny Qwen3-Next.
 
     python -m benchmarks.oracles.block_heads FOLDER [METHOD ...]
     python -m benchmarks.oracles.compare_vllm --python ENV/bin/python --heads FOLDER/dflash ... --to speculators \
@@ -7,11 +7,12 @@ target, and an MTP layer in the checkpoint of a tiny Qwen3-Next.
     python -m benchmarks.oracles.compare_vllm --python ENV/bin/python --target FOLDER/mtp --heads mtp --to native \
         --limit 2 --max_new_tokens 48 --update --output benchmarks/results/oracles/vllm_blocks.json
 
-Forty steps on eight texts of the target: enough that some drafts are accepted and others are not.
+Training takes forty steps on eight texts of the target (nine for the MTP layer): enough that some drafts are accepted
+and others are not.
 
-The weights of the Qwen3-Next are random, so its text is too; the layer half learns a few of its texts by heart, is
-exported `--to mtp` and put beside the target's file, as the export says. All layers have full attention: what is tried
-is the MTP layer. (Of Qwen 3.5, which has the same layout, vLLM's class needs torchvision.)
+The weights of the Qwen3-Next are random, and so is its text. The MTP layer partly memorises a few of its texts, is
+exported `--to mtp` and placed beside the target's file, as the export instructs. All layers have full attention,
+because only the MTP layer is under test. (Qwen 3.5 has the same layout, but its class in vLLM needs torchvision.)
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ QWEN3_NEXT = {
 def taught(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, method: str, depth: int, steps: int, rate: float
 ) -> DraftHead:
-    """Heads that draft chains, after some steps on what the target says to eight chats."""
+    """Makes heads that draft chains and trains them for some steps on the target's answers to eight chats."""
     tree = {"kind": "chain", "depth": depth, "top_k": 1, "total_tokens": depth + 1}
     heads = AutoDraftHead.from_target(target, method, tree_config=tree, **METHODS[method]).bind(target, follow=False)
     prompts = [prompt["input_ids"] for prompt in load_prompts(["chats"], tokenizer, 8)]
@@ -72,7 +73,7 @@ def taught(
 
 
 def save_with_mtp_layer(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """The target, the layer's weights beside its own, and an index that names all tensors."""
+    """Saves the target, the layer's weights beside its own, and an index that names all tensors."""
     heads = taught(target, tokenizer, "mtp", MTP_DEPTH, steps=9, rate=1e-3)
     target.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -87,7 +88,7 @@ def save_with_mtp_layer(target: PreTrainedModel, tokenizer: PreTrainedTokenizerB
 
 
 def main(folder: Path, methods: Iterable[str] = METHODS) -> None:
-    """Trains and saves them."""
+    """Trains and saves the heads of all methods."""
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED_TARGET)
     target = AutoModelForCausalLM.from_pretrained(SHIPPED_TARGET, dtype=torch.float32).eval()
     for method in methods:

@@ -1,17 +1,17 @@
-"""The library `speculators` loads our EAGLE-3 exports: are its draft logits ours, and its converter's tensors too?
+"""Compares our EAGLE-3 exports with the library `speculators`: draft logits, and the tensors that its converter makes.
 
-Needs `speculators` next to this package. Its metadata ask for an older transformers than ours, so it goes into a
-folder of its own:
+Needs `speculators` next to this package. Its metadata asks for an older transformers than ours, so it is installed
+into a folder of its own:
 
     pip install --no-deps --target SIDE speculators==0.9.0 hs-connectors loguru pydantic-settings python-dotenv \\
         typing-inspection openai distro jiter sniffio
     PYTHONPATH=SIDE python -m benchmarks.oracles.compare_speculators
 
-Variants of tiny random heads and the shipped ones draft three teacher-forced passes over the same rows in both
-libraries; the greatest difference of a draft logit is written down. With transformers 5.23, `speculators` 0.9.0 does
-not notice that the target's embedding is missing from a file (it looks for NaN, and finds uninitialised memory), so it
-is told to load it. `--record FOLDER` keeps two small exports with the
-other library's logits, which the test suite compares ours with.
+Variants of tiny random heads, and the shipped ones, draft three teacher-forced passes over the same rows in both
+libraries; the result records the largest difference of a draft logit. With transformers 5.23, `speculators` 0.9.0 does
+not notice that the target's embedding is missing from a file (it looks for NaN, and finds uninitialised memory), so
+this script tells it to load the embedding. `--record FOLDER` keeps two small exports with the other library's logits,
+which the test suite compares with ours.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all biases": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
     "POSS, specialist 0": {"method": "poss-eagle3", "draft_token_ids": list(range(0, VOCAB, 2))},
 }
-CONVERTED = ("plain", "reduced vocabulary")  # also through its converter
+CONVERTED = ("plain", "reduced vocabulary")  # these variants also go through its converter
 RECORDED = {
     "plain": {"draft_token_ids": list(range(1, VOCAB, 2)), "num_key_value_heads": 1, "rope_parameters": LLAMA3},
     "variant": {"norm_before_residual": True, "norm_output": True, "fc_norm": True, "own_embedding": True},
@@ -62,7 +62,7 @@ RECORDED = {
 
 
 def tiny_target(folder: Path, model_type: str = "llama", **fields: Any) -> PreTrainedModel:
-    """A random target of eight layers, saved, for `speculators` reads it from disk."""
+    """Makes a random target of eight layers and saves it, because `speculators` reads it from disk."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         model_type, vocab_size=VOCAB, hidden_size=16, intermediate_size=19, num_hidden_layers=8, num_attention_heads=2,
@@ -73,7 +73,7 @@ def tiny_target(folder: Path, model_type: str = "llama", **fields: Any) -> PreTr
 
 
 def text_of(target: PreTrainedModel) -> torch.Tensor:
-    """What the shipped target goes on to say after a few tokens, int64 [1, 129]."""
+    """Returns the shipped target's continuation of a few tokens, int64 [1, 129]."""
     prompt = torch.tensor([[1, 7, 99, 300]])
     length = {"max_new_tokens": 125, "min_new_tokens": 125}
     return target.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **length)
@@ -82,14 +82,15 @@ def text_of(target: PreTrainedModel) -> torch.Tensor:
 def random_heads(
     target: PreTrainedModel, seed: int = 0, method: str = "eagle3", kept: list[int] | None = None, **options: Any
 ) -> DraftHead:
-    """Heads all of whose weights are random, norms and biases included, pruned to the tokens `kept`."""
+    """Makes heads whose weights are all random, including norms and biases, with a vocabulary pruned to the tokens
+    `kept`."""
     heads = scrambled_heads(target, method, seed=seed, noise=0.3, **options)
     return heads.bind(target).prune_draft_vocabulary(kept)
 
 
 @torch.no_grad()
 def rows_of(heads: DraftHead, target: PreTrainedModel, token_ids: torch.Tensor) -> TrainingRows:
-    """Teacher-forced rows of a text, int64 [1, T + 1], with the target's own features."""
+    """Makes teacher-forced rows of a text, int64 [1, T + 1], with the target's own features."""
     states = target(token_ids, output_hidden_states=True).hidden_states
     features = torch.cat([states[level] for level in heads.feature_layers], dim=-1)[:, :-1]
     rows = features.shape[1]
@@ -102,19 +103,19 @@ def rows_of(heads: DraftHead, target: PreTrainedModel, token_ids: torch.Tensor) 
 
 @torch.no_grad()
 def our_logits(heads: DraftHead, rows: TrainingRows) -> torch.Tensor:
-    """Draft logits of all passes, fp32 [passes, T, Vd]."""
+    """Returns our draft logits of all passes, fp32 [passes, T, Vd]."""
     passes = [drafted.logits(drafted.hidden[0]) for drafted in heads.unroll(rows, PASSES)]
     return torch.stack(passes).float()
 
 
 @torch.no_grad()
 def their_logits(folder: Path, rows: TrainingRows, dtype: torch.dtype) -> torch.Tensor:
-    """The same from `speculators`, read at its `lm_head`."""
+    """Returns the draft logits of `speculators`, read at its `lm_head`, in the shape of [`our_logits`]."""
     from speculators import SpeculatorModel
     from speculators.models.eagle3 import Eagle3SpeculatorConfig
 
     config = Eagle3SpeculatorConfig.from_pretrained(folder)
-    config.transformer_layer_config._attn_implementation = "eager"  # its default works in blocks of 128 rows
+    config.transformer_layer_config._attn_implementation = "eager"  # its default attention works in blocks of 128 rows
     model = SpeculatorModel.from_pretrained(folder, config=config, dtype=dtype).eval()
     if "embed_tokens.weight" not in load_file(folder / "model.safetensors"):
         model._load_verifier_weights(overwrite_embed_tokens=True)
@@ -126,7 +127,7 @@ def their_logits(folder: Path, rows: TrainingRows, dtype: torch.dtype) -> torch.
 
 
 def gap(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
-    """Greatest difference of logits [..., V], and how many favourites agree; -inf must be in the same places."""
+    """Compares logits [..., V]: largest difference, and share of equal favourites. -inf must be in the same places."""
     errors = (ours - theirs).abs().masked_fill(ours == theirs, 0)
     return {
         "max_error": float(errors.max()),
@@ -136,13 +137,14 @@ def gap(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, Any]:
-    """The same over the rows of all passes [passes, T, V] whose later tokens exist in both."""
-    rows = ours.shape[1] - PASSES  # past them, the two libraries pad the tokens differently
+    """Compares logits of all passes [passes, T, V], at the rows whose later tokens exist in both libraries."""
+    rows = ours.shape[1] - PASSES  # the two libraries pad the tokens of later rows differently
     return {"rows": rows, "passes": PASSES, **gap(ours[:, :rows], theirs[:, :rows])}
 
 
 def converted_like_ours(heads: DraftHead, folder: Path, target: PreTrainedModel) -> dict[str, Any] | None:
-    """Our authors' layout through their converter, next to our own export: tensors, and fields that differ."""
+    """Runs our export in the EAGLE authors' layout through their converter, and compares the result with our own
+    export: equal tensors, and fields that differ."""
     from speculators.convert import convert_model
 
     theirs, ours, source = folder / "theirs", folder / "ours", folder / "source"
@@ -168,7 +170,7 @@ def converted_like_ours(heads: DraftHead, folder: Path, target: PreTrainedModel)
 def entry_of(
     title: str, heads: DraftHead, target: PreTrainedModel, token_ids: torch.Tensor, work: Path, converted: bool
 ) -> dict[str, Any]:
-    """Draft logits of both on a text, int64 [1, T + 1], and if asked for what the converter makes of our layout."""
+    """Compares draft logits on a text, int64 [1, T + 1], and on request also the converter's output."""
     rows, dtype = rows_of(heads, target, token_ids), heads.dtype
     exported = export_heads(heads, work / "export", to="speculators", target=target).folder
     found = difference(our_logits(heads, rows), their_logits(exported, rows, dtype))
@@ -177,7 +179,7 @@ def entry_of(
 
 
 def compare_tiny(folder: Path) -> list[dict[str, Any]]:
-    """All variants of tiny random heads."""
+    """Compares all variants of tiny random heads."""
     target = tiny_target(folder / "target")
     token_ids = torch.randint(0, VOCAB, (1, ROWS + 1), generator=torch.Generator().manual_seed(1))
     return [
@@ -187,7 +189,7 @@ def compare_tiny(folder: Path) -> list[dict[str, Any]]:
 
 
 def compare_shipped(folder: Path, name: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The shipped heads on a text of the shipped target."""
+    """Compares shipped heads on a text of the shipped target."""
     target = AutoModelForCausalLM.from_pretrained(SHIPPED_TARGET, dtype=dtype).eval()
     target.config.name_or_path = str(SHIPPED_TARGET)
     title, work = f"model_cards/{name}", folder / f"{name}-{dtype}"
@@ -196,7 +198,7 @@ def compare_shipped(folder: Path, name: str, dtype: torch.dtype) -> dict[str, An
 
 
 def record(folder: Path, work: Path) -> None:
-    """Small exports, the rows they drafted on, and the logits `speculators` has for them."""
+    """Saves small exports, the rows they drafted on, and the logits that `speculators` computes for them."""
     target = tiny_target(work / "recorded-target")
     token_ids = torch.randint(0, VOCAB, (1, ROWS + 1), generator=torch.Generator().manual_seed(2))
     for name, options in RECORDED.items():
@@ -206,7 +208,7 @@ def record(folder: Path, work: Path) -> None:
         exported = export_heads(heads, folder / name, to="speculators", target=place, overwrite=True).folder
         rows = rows_of(heads, target, token_ids)
         logits = their_logits(exported, rows, torch.float32)
-        path = exported / "config.json"  # a name instead of the folder of this run
+        path = exported / "config.json"  # records a fixed name instead of this run's temporary folder
         path.write_text(path.read_text(encoding="utf-8").replace(place, "tiny-target"))
         values = {"features": rows.features, "next_token_ids": rows.next_token_ids, "logits": logits}
         values["embedding"] = target.get_input_embeddings().weight.detach()

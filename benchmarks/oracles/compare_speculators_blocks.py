@@ -1,13 +1,14 @@
-"""The library `speculators` loads our exports of block drafters, P-EAGLE and MTP heads, and drafts what we draft?
+"""Compares our exports of block drafters, P-EAGLE and MTP heads with the library `speculators`: draft logits.
 
 Needs `speculators` next to this package, in a folder of its own ([`compare_speculators`]):
 
     PYTHONPATH=SIDE python -m benchmarks.oracles.compare_speculators_blocks
 
-Tiny random heads in float32, on a random text, teacher-forced after several roots. Ours is what drafting itself says
-(`start_draft`, `extend_draft`); theirs is what the library hands to its losses. Its MTP layer is run row after row,
-as engines do: its training forward has, from the second draft position on, drafted states in place of the true ones
-at all earlier rows, and how far that is from drafting is written down too.
+The heads are tiny, random and in float32; they draft on a random text, teacher-forced after several roots. Our logits
+are those of drafting itself (`start_draft`, `extend_draft`); theirs are what the library passes to its losses. The
+library's MTP layer is run row by row, as engines do. Its training forward differs from that: from the second draft
+position on, it has drafted states in place of the true ones at all earlier rows. The result records this difference,
+too.
 """
 
 from __future__ import annotations
@@ -46,24 +47,25 @@ HEADS: dict[str, dict[str, Any]] = {
                                     "draft_token_ids": REDUCED},
     "MTP, fine-tuned": {"method": "mtp", "native": False},
 }  # fmt: skip
-# What the library makes of the target, not of the heads' file.
+# Tensors that the library takes from the target, not from the heads' file.
 OF_THE_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight", "embed_tokens.weight", "lm_head.weight")
 TOKENS, ROOTS, POSITIONS = 24, (2, 7, 12, 17), 4
 
 
 # ---------------------------------------------------------------------- tensors
 def loaded(folder: Path) -> Any:
-    """The library's model of an export."""
+    """Loads an export as a model of the library."""
     from speculators import SpeculatorModel, SpeculatorModelConfig
 
     config = SpeculatorModelConfig.from_pretrained(folder)
     if config.speculators_model_type != "mtp":
-        config.transformer_layer_config._attn_implementation = "eager"  # its default works in blocks of 128 rows
+        # its default attention works in blocks of 128 rows
+        config.transformer_layer_config._attn_implementation = "eager"
     return SpeculatorModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
 
 
 def tensors_of(model: Any, folder: Path) -> dict[str, Any]:
-    """Which class has loaded an export, and what has become of its tensors."""
+    """Tells which class loaded an export, and which of its tensors are unchanged or missing."""
     theirs, ours = model.state_dict(), load_file(folder / "model.safetensors")
     equal = [
         key for key, tensor in ours.items() if key in theirs and torch.equal(theirs[key].to(tensor.dtype), tensor)
@@ -75,7 +77,7 @@ def tensors_of(model: Any, folder: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------------- draft logits
 @torch.no_grad()
 def our_logits(heads: DraftHead, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """Draft logits after every root, fp32 [roots, positions, Vd]; `features` are of all tokens."""
+    """Returns our draft logits after every root, fp32 [roots, positions, Vd]; `features` cover all tokens."""
     positions = min(heads.max_draft_positions or POSITIONS, POSITIONS)
     heads.tree_config = heads.tree_config.replace(kind="chain", depth=positions, top_k=1, total_tokens=positions + 1)
     drafted = []
@@ -92,7 +94,7 @@ def our_logits(heads: DraftHead, token_ids: torch.Tensor, features: torch.Tensor
 
 @torch.no_grad()
 def handed_to_losses(model: Any, **inputs: Any) -> dict[str, Any]:
-    """What the library's forward computes its losses and metrics of."""
+    """Returns what the library's forward passes to the computation of its losses and metrics."""
     module, seen = sys.modules[type(model).__module__], {}
 
     def keep(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, dict]:
@@ -105,12 +107,13 @@ def handed_to_losses(model: Any, **inputs: Any) -> dict[str, Any]:
 
 
 def block_logits(model: Any, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """Of block drafters: a block after every root; scores of DFlash 2's candidates, -inf elsewhere."""
+    """Returns the logits of a block drafter for the block after every root. For DFlash 2 these are the scores of its
+    candidates, and -inf elsewhere."""
     roots = torch.zeros_like(token_ids)
     roots[:, list(ROOTS)] = 1
     last = torch.zeros(1, TOKENS, model.config.transformer_layer_config.hidden_size)
     module = sys.modules[type(model).__module__]
-    # In training DFlash 2's candidates would get the right token, if it is not one of them.
+    # In training, DFlash 2's candidates would be given the right token if it is missing.
     candidates = mock.patch.object(module, "selector_training_candidates", lambda ids, right: (ids, None, None))
     with candidates if hasattr(model, "candidate_selector") else mock.MagicMock():
         seen = handed_to_losses(
@@ -126,10 +129,10 @@ def block_logits(model: Any, token_ids: torch.Tensor, features: torch.Tensor) ->
 
 
 def peagle_logits(model: Any, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """Of P-EAGLE, whose mask rows begin at every row but the last ones."""
+    """Returns the logits of P-EAGLE, whose mask rows begin at every row except the last ones."""
     ids = token_ids[:, 1:]
     every_row = torch.ones_like(ids)
-    every_row[:, 0] = 0  # or the rows of the first draft position would begin before the text
+    every_row[:, 0] = 0  # otherwise the rows of the first draft position would begin before the text
     seen = handed_to_losses(
         model, hidden_states=features[:, :-1], input_ids=ids, loss_mask=every_row, num_depths=POSITIONS,
         verifier_last_hidden_states=torch.zeros(1, TOKENS - 1, model.hidden_size), down_sample_ratio_min=TOKENS,
@@ -144,7 +147,8 @@ def peagle_logits(model: Any, token_ids: torch.Tensor, features: torch.Tensor) -
 
 @torch.no_grad()
 def mtp_logits(model: Any, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """Of its MTP layer, row after row: a drafted row sees the true rows and those drafted before it."""
+    """Returns the logits of the library's MTP layer, run row by row: a drafted row sees the true rows and the rows
+    drafted before it."""
     drafted = []
     for root in ROOTS:
         states = features[:, :root]
@@ -162,7 +166,7 @@ def mtp_logits(model: Any, token_ids: torch.Tensor, features: torch.Tensor) -> t
 
 @torch.no_grad()
 def forward_of_mtp(model: Any, token_ids: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """The same from its training forward, [roots, its own draft positions, V]."""
+    """Returns the logits of its training forward, [roots, draft positions of its own, V]."""
     passes = model(input_ids=token_ids, hidden_states=features)[0]
     return torch.stack([logits[0, [root - 1 for root in ROOTS]] for logits in passes], dim=1)
 
@@ -172,7 +176,7 @@ THEIRS = {"mtp": mtp_logits, "peagle": peagle_logits}
 
 # ---------------------------------------------------------------------- all of them
 def entry_of(title: str, heads: DraftHead, folder: Path, target: PreTrainedModel) -> dict[str, Any]:
-    """Tensors and draft logits of an export."""
+    """Compares the tensors and draft logits of one export."""
     token_ids = torch.randint(0, VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     states = target(token_ids, output_hidden_states=True).hidden_states
     features = torch.cat([states[level] for level in heads.feature_layers], dim=-1).detach()

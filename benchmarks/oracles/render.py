@@ -1,4 +1,4 @@
-"""Result files of the oracles, and the tables of `docs/export.md` made of them by `python -m benchmarks --render`."""
+"""Result files of the oracles, and the tables that `python -m benchmarks --render` makes of them for `docs/export.md`."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ FOLDER = RESULTS / "oracles"
 
 
 def read(name: str) -> dict[str, Any]:
-    """A result by its name."""
+    """Reads a result by its name."""
     return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def parser_of(doc: str | None, name: str) -> argparse.ArgumentParser:
-    """Of an oracle's command line, for a result of this name."""
+    """Makes the parser of an oracle's command line, for a result of this name."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, default=FOLDER / f"{name}.json")
     return parser
 
 
 def ask(python: str, script: str, question: dict[str, Any], **environment: str) -> dict[str, Any]:
-    """What a script of this folder answers in another environment, where this package need not be.
+    """Runs a script of this folder in another environment, which need not have this package, and returns its answer.
 
     Raises:
-        RuntimeError: with all its output if it ends without an answer.
+        RuntimeError: with the script's output, if it ends without an answer.
     """
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = Path(folder) / "question.json", Path(folder) / "answer.json"
@@ -46,7 +46,7 @@ def ask(python: str, script: str, question: dict[str, Any], **environment: str) 
 
 
 def write(path: Path, command: str, entries: list[dict[str, Any]], packages: Iterable[str] = ()) -> None:
-    """Writes a result: how it was made, with which versions, and its entries, which are printed too."""
+    """Writes a result (how it was made, package versions, and entries) and prints the entries."""
     result = {"command": command, "versions": {name: metadata.version(name) for name in packages}, "entries": entries}
     for entry in entries:
         print(json.dumps(entry))
@@ -73,7 +73,7 @@ EQUAL = "{equal_tensors} of {tensors}"
 
 
 def vllm_table(result: dict[str, Any]) -> str:
-    """Texts, rounds and acceptance lengths of vLLM and of ours."""
+    """Compares texts, rounds and acceptance lengths of vLLM and of our own loop."""
     columns = {
         "export": _export, "draft positions": ("draft_positions", 0),
         "texts as plain vLLM's": "{same_as_plain_vllm} of {texts}",
@@ -90,7 +90,7 @@ def vllm_table(result: dict[str, Any]) -> str:
 
 
 def poss_table(result: dict[str, Any]) -> str:
-    """What leaving out the later specialists costs at the heads' own depth, in our loop."""
+    """Shows the cost of leaving out later specialists at the heads' own depth, in our loop."""
     sides = {"all specialists": "all_specialists", "specialist 0 alone": "specialist_0"}
     columns = {
         "heads": "{heads}", "draft positions": "{full_depth[draft_positions]}",
@@ -107,7 +107,8 @@ def _converted(entry: dict[str, Any]) -> str:
 
 
 def speculators_table(result: dict[str, Any]) -> str:
-    """Greatest difference of a draft logit, and what the converter makes of our EAGLE-3 exports."""
+    """Shows the largest difference of a draft logit, and how many tensors the converter makes as our EAGLE-3 exports
+    have them."""
     columns = {
         "heads": "{heads}", "type": "{dtype}",
         "rows": lambda entry: str(entry["passes"] * entry["rows"]), **CLOSE,
@@ -117,7 +118,8 @@ def speculators_table(result: dict[str, Any]) -> str:
 
 
 def speculators_blocks_table(result: dict[str, Any]) -> str:
-    """Which class of the library loads an export, with how many of its tensors as they are, and its draft logits."""
+    """Shows the class of the library that loads each export, how many tensors stay equal, and the difference of draft
+    logits."""
     columns = {
         "heads": "{heads}", "loaded as": "`{class}`", "tensors equal": EQUAL,
         "missing": lambda entry: ", ".join(entry["missing"]) or "none", "slots": ("slots", 0), **CLOSE,
@@ -129,7 +131,7 @@ def speculators_blocks_table(result: dict[str, Any]) -> str:
 
 
 def speculators_eagle_table(result: dict[str, Any]) -> str:
-    """The same for EAGLE-1, with the last version that knew it."""
+    """Shows the same comparison as [`speculators_table`] for EAGLE-1, with the last version that supports it."""
     columns = {
         "heads": "{heads}", "tensors equal after its converter": EQUAL, "rows": ("rows", 0), **CLOSE,
     }  # fmt: skip
@@ -143,7 +145,7 @@ TABLES = {
 
 
 def tables() -> dict[str, str]:
-    """Every table by its name in documents."""
+    """Returns every table by its name in documents."""
     made = {name: make(read(name)) for name, make in TABLES.items()}
     made["poss"] = poss_table(read("vllm"))
     return {f"oracles/{name}": table for name, table in made.items()}

@@ -1,10 +1,10 @@
-"""Draft logits of `speculators` 0.6 for EAGLE heads. Runs where that library is, with the transformers of its time:
-`compare_speculators_eagle.py` starts it.
+"""Computes draft logits of EAGLE heads with `speculators` 0.6. `compare_speculators_eagle.py` starts this script in an
+environment with that library and the transformers of its time.
 
     python run_speculators_eagle.py QUESTION.json ANSWER.json
 
-It is asked about `heads`, a folder in EAGLE's own layout, of a `target`; `rows` is a file with token ids
-int64 [1, T + 1], features fp32 [1, T, H] and our draft logits fp32 [T, V].
+The question names `heads`, a folder in EAGLE's own layout; their `target`; and `rows`, a file with token ids int64 [1,
+T + 1], features fp32 [1, T, H] and our draft logits fp32 [T, V].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def main(question_file: str, answer_file: str) -> None:
-    """Converts, compares the tensors, drafts, compares the logits."""
+    """Converts the heads, compares tensors, drafts, and compares logits."""
     import torch
     import transformers
     from safetensors.torch import load_file

@@ -1,5 +1,5 @@
-"""Greedy texts and acceptance counts of vLLM, with or without draft heads. Runs in vLLM's environment, which need not
-have this package: `compare_vllm.py` starts it.
+"""Generates greedy texts with vLLM, with or without draft heads, and counts acceptance. `compare_vllm.py` starts this
+script in vLLM's environment, which need not have this package.
 
     python run_vllm.py REQUEST.json ANSWER.json
 """
@@ -14,12 +14,14 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # one start less, and its errors are this process's own
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # not to the one core where another process may be
+# saves starting a process, and errors are raised in this one
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+# otherwise binds to a core that another process may be using
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
 def main(request_file: str, answer_file: str) -> None:
-    """Reads what to generate, writes token ids, seconds and vLLM's own counters."""
+    """Reads the request, and writes token ids, seconds and vLLM's own counters."""
     import torch
     import transformers
     import vllm

@@ -1,1 +1,1 @@
-"""Tokens per second, and where the time of a round goes."""
+"""Measurements of tokens per second, and of where the time of a round goes."""

@@ -2,8 +2,9 @@
 
     python -m benchmarks batch --heads model_cards/poss3 model_cards/eagle --batch_sizes 1 2 4 8
 
-A batch is filled with different prompts, padded on the left. The more rows, the less of a forward is spent on weights,
-and the smaller the best tree: every batch size is measured with the saved tree and with shorter chains (`--chains`).
+A batch holds different prompts, padded on the left. With more rows, reading weights takes a smaller share of a forward
+and smaller trees become the best. Every batch size is therefore measured with the saved tree and with shorter chains
+(`--chains`).
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ..sides import PLAIN, TO_THE_END, compare, plain_and
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, prompts, sizes of batches, and trees."""
+    """Adds the arguments for the pair, prompts, batch sizes and trees."""
     add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--chains", type=int, nargs="*", default=[2, 4], help="also chains of these depths")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All sides at all batch sizes."""
+    """Measures all sides at all batch sizes."""
     target, loaded, prompts = load_pair(args)
     heads: dict[str, DraftHead] = {}
     for name, one in loaded.items():
@@ -43,7 +44,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Result) -> str:
-    """Rows are sides, columns batch sizes."""
+    """One row per side, one column per batch size."""
     sizes = result["batch_sizes"]
     header = ["speed-up over plain at the same batch", *(f"batch {size}" for size in sizes), "tau", "same text"]
     plain = [number(one[PLAIN]["tokens_per_second"], 0) for one in sizes.values()]

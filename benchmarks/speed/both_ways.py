@@ -1,5 +1,7 @@
-"""What a part of the engine is worth: generation with and without it, in turns. Every round drafts, so that both ways
-have the same rounds."""
+"""Measures what a part of the engine is worth: generation with and without this part, in turns.
+
+Draft heads draft in every round, so that both ways have the same rounds.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,18 @@ from ..sides import TO_THE_END, Run, generate_once, plain_and, speed_ratio, summ
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair or its sizes, and prompts."""
+    """Adds the arguments for the pair or its sizes, and for the prompts."""
     setup.add_generation_arguments(parser, heads=["poss3-longer", "eagle"], prompts=["chats"])
     setup.add_shape_arguments(parser, depth=4)
 
 
 def measure_both(pair: Any, args: argparse.Namespace, without: Callable[[], AbstractContextManager]) -> dict[str, Any]:
-    """Plain texts, and with heads both ways; the gain is time over time.
+    """Measures plain generation, and generation with heads both ways. The gain is the ratio of their times.
 
     Args:
-        pair: As [`setup.load_pair`] loads it, with heads that draft in every round.
-        args: Of the measurement.
-        without: Switches the part off while it lasts.
+        pair: A pair from [`setup.load_pair`], with heads that draft in every round.
+        args: Arguments of the measurement.
+        without: Makes a context that switches the part off.
     """
     target, heads, prompts = pair
     sides = plain_and(heads, **TO_THE_END)
@@ -49,11 +51,11 @@ def measure_both(pair: Any, args: argparse.Namespace, without: Callable[[], Abst
 
 
 def table_of_both(result: Result, part: str) -> str:
-    """A row per side.
+    """One row per side.
 
     Args:
-        result: With `sides`.
-        part: What is left out in sides that are `without` it.
+        result: A result with `sides`.
+        part: Name of the part that the sides called `without` leave out.
     """
     columns = {
         "tokens/s": ("tokens_per_second", 0), "over plain": speed_up,

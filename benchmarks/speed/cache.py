@@ -2,9 +2,9 @@
 
     python -m benchmarks cache
 
-Both sides run the same forward of a random Llama over the same tree and keep the same path of it. On `DynamicCache`,
-every forward copies the whole cache to append to it, and a path is kept by moving its rows and narrowing the tensors;
-on slots, rows are written in place and one indexed copy moves the path.
+Both sides run the same forward of a random Llama over the same tree and keep the same path. With `DynamicCache`, every
+forward copies the whole cache to append to it, and a path is kept by moving its rows and narrowing the tensors. With
+slots, rows are written in place and one indexed copy moves the path.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Contexts and trees."""
+    """Adds the arguments for context lengths and tree sizes."""
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 32])
 
 
 def comb(nodes: int) -> tuple[DraftTree, list[int]]:
-    """A tree whose accepted path is every other node, at most eight of them: rows have to move."""
+    """Makes a tree whose accepted path is every other node, at most eight of them, so that rows have to move."""
     path = list(range(0, nodes, 2))[:8]
     parents = [max((p for p in path if p < node), default=-1) for node in range(nodes)]
     depths = [sum(p < node for p in path) for node in range(nodes)]
@@ -48,7 +48,7 @@ def comb(nodes: int) -> tuple[DraftTree, list[int]]:
 
 
 class Slots:
-    """Ours."""
+    """Rounds on the slots of this library's cache."""
 
     def __init__(self, target: LlamaForCausalLM, stock: DynamicCache, length: int):
         self.target = target
@@ -61,7 +61,7 @@ class Slots:
 
 
 class Dynamic:
-    """transformers' cache; masks are those of slots, which have the same contents."""
+    """Rounds on transformers' cache. Its contents are those of the slots, so the masks are made in the same way."""
 
     def __init__(self, target: LlamaForCausalLM, stock: DynamicCache, length: int):
         self.target, self.cache, self.length = target, stock, length
@@ -84,7 +84,7 @@ class Dynamic:
 
 @torch.no_grad()
 def measure_rounds(target: LlamaForCausalLM, length: int, nodes: int) -> dict[str, Any]:
-    """Milliseconds per round of both, in turns."""
+    """Measures the milliseconds per round on both caches, in turns."""
     torch.manual_seed(0)
     prompt = torch.randint(5, 4000, (1, length))
     tree, path = comb(nodes)
@@ -104,7 +104,7 @@ def measure_rounds(target: LlamaForCausalLM, length: int, nodes: int) -> dict[st
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All lengths and numbers of nodes."""
+    """Measures all context lengths and numbers of nodes."""
     target = random_llama(**SIZES, max_position_embeddings=2 * max(args.lengths))
     return {
         "parameters": target.num_parameters(),
@@ -120,7 +120,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Result) -> str:
-    """Rows are lengths, columns numbers of nodes."""
+    """One row per context length, one column per number of nodes."""
     lengths = result["lengths"]
     nodes = list(next(iter(lengths.values())))
     header = ["context", *(f"{n} node{'s' * (n != '1')}: ms on slots, on DynamicCache, ratio" for n in nodes)]

@@ -4,11 +4,11 @@
     python -m benchmarks compiled --shape llama-3-8b --dtype bfloat16 --device cuda --tau 3 4 5
     python -m benchmarks compiled --shape llama-3-8b --dtype bfloat16 --on_paper 4.8e12
 
-The first command runs the shipped pair. `--shape` makes a target and heads of given sizes with random weights instead:
-only the time means something there, so acceptance is set by a stub to the values of `--tau` (drafts are computed as
-always, then a path of the tree is replaced by what the target goes on to say). The floor is what reading every weight
-once per use would cost at the device's memory bandwidth, measured by a copy; `--on_paper` computes it for a bandwidth
-in bytes per second, without making or running anything.
+The first command runs the shipped pair. `--shape` makes a target and heads of given sizes with random weights instead.
+Only their time is meaningful, so a stub sets the acceptance length to the values of `--tau`: drafts are computed as
+always, then a path of the tree is replaced by the target's own continuation. The floor is the time to read every
+weight once per use at the device's memory bandwidth, which a copy measures. `--on_paper` computes the floor for a
+bandwidth in bytes per second, without making or running anything.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from ..sides import TO_THE_END, Options, Run, generate_once, summarise, timed_in
 
 PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
 STAGES = ("draft", "target", "accept", "commit")
-COPIES = 8  # in the device's queue at once, where its bandwidth is measured
-KEPT = -1  # in the place of a token that the stub leaves as it was drafted
+COPIES = 8  # copies queued at once when the bandwidth of a device is measured
+KEPT = -1  # marks a token that the stub leaves as it was drafted
 _parents: WeakKeyDictionary[TreeShape, list[int]] = WeakKeyDictionary()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair or its sizes, prompts, and where to run."""
+    """Adds the arguments for the pair or its sizes, the prompts, and what to run."""
     setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     setup.add_shape_arguments(parser, depth=7)
     parser.add_argument("--tau", type=float, nargs="+", default=[3.0, 4.0, 5.0], help="acceptance lengths of --shape")
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def variant(args: argparse.Namespace) -> str:
-    """The floor alone, and random weights, are results of their own."""
+    """Stores the floor alone, and results of random weights, under names of their own."""
     return "floor" if args.on_paper else "shape" if args.shape else ""
 
 
@@ -64,10 +64,11 @@ def variant(args: argparse.Namespace) -> str:
 def build_sides(
     target: PreTrainedModel, heads: dict[str, DraftHead], most_tokens: int, compiled_only: bool = False
 ) -> dict[str, Options]:
-    """Plain and heads, eager and compiled.
+    """Makes the sides: plain and with heads, each eager and compiled.
 
-    Plain compiled decoding is transformers' own, which it reserves for accelerators by default. One cache of the
-    capacity our own rounds get serves all its calls: a new one of another size would be compiled anew.
+    Compiled plain decoding is transformers' own; by default transformers compiles only on accelerators. All its calls
+    share one cache with the capacity that our own rounds get, since a new cache of another size would trigger
+    recompilation.
     """
     config = CompileConfig(mode="reduce-overhead" if target.device.type == "cuda" else None, fullgraph=False)
     config._compile_all_devices = True
@@ -85,14 +86,15 @@ def build_sides(
 # ---------------------------------------------------------------------- acceptance by a stub
 @contextmanager
 def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
-    """While this lasts, the favourites of drafted trees are what the target goes on to say, for as many positions as
-    give `tau`, and then something else.
+    """Context in which drafted trees are right for as many positions as give the acceptance length `tau`.
 
-    Where drafts begin before the host knows the text they go on from (`generation/ahead.py`), what comes next is
-    looked up by the tree's root, on the device: there `truth` must go on alike wherever a token comes twice.
+    The first children of the tree are replaced by the target's own continuation up to that position, and by wrong
+    tokens after it. Drafts that begin before the host knows the preceding text (`generation/ahead.py`) look up the
+    continuation by the tree's root, on the device. This requires that `truth` continues in the same way wherever a
+    token occurs twice.
 
     Args:
-        tau: Acceptance length wanted, where trees are deep enough for it.
+        tau: Acceptance length to reach, if trees are deep enough for it.
         truth: int64 [1, T], prompt and plain text.
     """
     draft = DraftHeadCandidateGenerator.draft
@@ -101,7 +103,8 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
     def drafted(self: Any, rows: Any, lengths: Any, *others: Any) -> DraftTree:
         tree = draft(self, rows, lengths, *others)
         state["owed"] += tau - 1
-        said = int(state["owed"])  # a shallow tree holds no more of it than its depth, and gets nothing later for that
+        # a tree shallower than this is right to its full depth, and later rounds do not make up for the rest
+        said = int(state["owed"])
         state["owed"] -= said
         vocab, parents, device = self.head.config.vocab_size, parents_of(tree), tree.token_ids.device
         if self.compiled is not None and device.type in ahead.QUEUES:
@@ -118,7 +121,8 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
 
 
 def told_tokens(to_say: list[int], parents: list[int], said: int, vocab: int) -> list[int]:
-    """Tokens of a tree's nodes, [`KEPT`] where it may hold what it drafted: first children are right `said` times."""
+    """Returns the tokens of a tree's nodes, [`KEPT`] where the drafted token stays. First children are right `said`
+    times."""
     node, tokens = 0, [KEPT] * len(parents)
     for place, token in enumerate(to_say):
         children = [child for child, parent in enumerate(parents) if child and parent == node]
@@ -134,7 +138,8 @@ def told_tokens(to_say: list[int], parents: list[int], said: int, vocab: int) ->
 
 
 def told_by_root(to_say: list[int], vocab: int, parents: list[int], said: int) -> torch.Tensor:
-    """The same for every root, int64 [V, N]: of a token that comes more than once, as it goes on last."""
+    """Returns [`told_tokens`] for every possible root token, int64 [V, N]. For a token that occurs more than once, its
+    last continuation counts."""
     told = torch.full((vocab, len(parents)), KEPT)
     for place, token in enumerate(to_say[:-1]):
         rest = to_say[place + 1 : place + 1 + len(parents)]
@@ -143,7 +148,8 @@ def told_by_root(to_say: list[int], vocab: int, parents: list[int], said: int) -
 
 
 def parents_of(tree: DraftTree) -> list[int]:
-    """Of every node of the first sequence's tree; of shapes known beforehand without waiting for the device again."""
+    """Returns the parent of every node of the first sequence's tree. Trees of a fixed shape are read only once, since
+    reading waits for the device."""
     if tree.shape is None:
         return tree.parents[0].tolist()
     if tree.shape not in _parents:
@@ -156,15 +162,18 @@ def measure_sides(
     target: PreTrainedModel, sides: dict[str, Options], prompts: list[Inputs], texts: list[torch.Tensor],
     tau: float | None, args: argparse.Namespace,
 ) -> tuple[dict[str, Any], dict[str, float]]:  # fmt: skip
-    """All sides in turns on every prompt, and the seconds that the first call of each compiled side took; with a
-    `tau`, heads accept as much of the plain `texts`."""
+    """Runs all sides in turns on every prompt. With a `tau`, heads accept that much of the plain `texts`.
+
+    Returns:
+        Numbers of every side, and the seconds that the first call of each compiled side took.
+    """
     first_call: dict[str, float] = {}
 
     def run(name: str, prompt: tuple[Inputs, torch.Tensor], turn: int = 0) -> Run:
         inputs, text = prompt
         if name == PLAIN_COMPILED:
             sides[name][CACHE_NAME].reset()
-        with nullcontext() if tau is None else acceptance_of(tau, text):  # of plain sides it changes nothing
+        with nullcontext() if tau is None else acceptance_of(tau, text):  # has no effect on plain sides
             return generate_once(target, sides[name], inputs, args.max_new_tokens)
 
     def warm_up(name: str, prompt: tuple[Inputs, torch.Tensor]) -> None:
@@ -186,7 +195,8 @@ def measure_sides(
 
 
 def stages(heads: DraftHead, generate: Callable[[], Run]) -> dict[str, float]:
-    """Milliseconds of a round by stage, each waited for; together they are longer than a round that is not watched."""
+    """Returns the milliseconds of a round by stage. Waiting for the device after each stage makes their sum longer
+    than a round that is not profiled."""
     heads.profile = True
     try:
         _, stats = generate(), generate().stats
@@ -196,7 +206,7 @@ def stages(heads: DraftHead, generate: Callable[[], Run]) -> dict[str, float]:
 
 
 def over_plain(runs: list[list[Run]], all_runs: dict[str, list[list[Run]]]) -> dict[str, Any]:
-    """Numbers about one side next to the plain ones."""
+    """Summarises one side relative to the plain sides."""
     found = summarise(runs, all_runs[PLAIN_COMPILED])
     over = {"over_plain_compiled": found["speed_up"]}
     if PLAIN in all_runs:
@@ -208,7 +218,7 @@ def over_plain(runs: list[list[Run]], all_runs: dict[str, list[list[Run]]]) -> d
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The pair, or heads of a shape at every acceptance length, or only the floor."""
+    """Measures the pair, or heads of a shape at every acceptance length, or computes only the floor."""
     result, cases = {}, {setup.display_name(args.target): None}
     if args.shape:
         target, heads, prompts = setup.random_pair(args, "meta" if args.on_paper else args.device)
@@ -235,9 +245,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------- the floor on paper
+# ---------------------------------------------------------------------- the computed floor
 def bandwidth(device: str) -> float:
-    """Bytes per second of large copies, reads and writes counted; one after the other, as kernels run."""
+    """Returns the bytes per second of large copies, reads and writes counted. Copies run one after the other, as
+    kernels do."""
     source = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
     sink, wait = torch.empty_like(source), getattr(torch, torch.device(device).type).synchronize
 
@@ -251,10 +262,10 @@ def bandwidth(device: str) -> float:
 
 
 def floor(target: PreTrainedModel, heads: dict[str, DraftHead], args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a round, and tokens per second, if every weight that is used were read once per use.
+    """Computes the milliseconds of a round, and tokens per second, if every used weight were read once per use.
 
-    The token embedding is looked up, not read; a draft step reads one specialist and the projection to draft logits. A
-    block drafter takes one step for all its positions, and reads all its layers.
+    The token embedding does not count, since only a few rows of it are looked up. A draft step reads one specialist
+    and the projection to draft logits. A block drafter takes one step for all its positions and reads all its layers.
     """
     per_second = args.on_paper or bandwidth(args.device)
     result: dict[str, Any] = {"name": args.shape, "bytes_per_second": per_second, "heads": {}}
@@ -273,7 +284,8 @@ def floor(target: PreTrainedModel, heads: dict[str, DraftHead], args: argparse.N
 
 
 def of_the_floor(sides: dict[str, Any], heads: dict[str, dict[str, float]]) -> None:
-    """Writes to every side which share of its time its floor is, that of plain steps or that of its rounds."""
+    """Adds to every side the share that its floor is of its time: the floor of rounds, or of plain steps for plain
+    sides."""
     for name, side in sides.items():
         floor = heads.get(name.removesuffix(", compiled"))
         if floor is not None:
@@ -288,7 +300,7 @@ def _bytes(module: torch.nn.Module | None) -> int:
 
 # ---------------------------------------------------------------------- tables
 def table(result: Result) -> str:
-    """Rows are sides."""
+    """One row per side."""
     if "tables" not in result:
         return floor_table(result["floor"]) + footnote(result, "{dtype}, computed, nothing was run")
     columns = {
@@ -309,14 +321,14 @@ def table(result: Result) -> str:
 
 
 def stage_times(side: Result) -> str:
-    """Milliseconds of a round: drafting, the target's forward, everything else."""
+    """Formats the milliseconds of a round: drafting, the target's forward, everything else."""
     if (spent := side.get("stage_milliseconds")) is None:
         return "-"
     return ", ".join(number(one, 1) for one in (spent["draft"], spent["target"], spent["accept"] + spent["commit"]))
 
 
 def floor_table(floor: Result) -> str:
-    """What memory bandwidth allows, computed from bytes read."""
+    """Formats the limits that memory bandwidth sets, computed from the bytes read."""
     taus = next(iter(floor["heads"].values()))["tokens_per_second"]
     columns = {f"{part}, ms": (f"{part}_ms", 2) for part in ("target", "draft", "round")}
     for tau in taus:

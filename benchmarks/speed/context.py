@@ -1,10 +1,10 @@
-"""Acceptance length and speed-up as functions of the context's length, and what the switch to plain steps is worth.
+"""Acceptance length and speed-up by length of the context, and the value of switching to plain steps.
 
     python -m benchmarks context --heads model_cards/poss3 model_cards/eagle
 
-Every prompt is the end of one long text, cut to several lengths, so that all lengths continue at the same place. Each
-pair of heads runs three times: drafting every round, with the choice between drafting and plain steps
-(`heads.adaptive`), and, as the worst case for that choice, with freshly made heads that know nothing.
+Every prompt is the end of one long text, cut to several lengths, so that the continuation starts at the same place for
+all lengths. Draft heads run in two ways: drafting in every round, and choosing between drafting and plain steps
+(`heads.adaptive`). As the worst case for that choice, untrained heads run with it, too.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from ..results import Result, footnote, markdown_table, number, percent
 from ..setup import cut
 from ..sides import compare, plain_and
 
-TEMPERATURE = 1.0  # of a sampled run at the shortest length
+TEMPERATURE = 1.0  # of the sampled run at the shortest length
 SAMPLING = {"do_sample": True, "temperature": TEMPERATURE, "top_k": 0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, prompts and lengths."""
+    """Adds the arguments for the pair, prompts and lengths."""
     setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["long"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 1536])
 
 
 def load_heads(args: argparse.Namespace, target: PreTrainedModel) -> dict[str, DraftHead]:
-    """Heads drafting every round, heads with the choice, and heads that know nothing with the choice."""
+    """Loads heads that draft in every round and heads that may take plain steps, and makes untrained heads that may do
+    so."""
     heads = {}
     for folder in args.heads:
         name = setup.display_name(folder)
@@ -48,7 +49,7 @@ def load_heads(args: argparse.Namespace, target: PreTrainedModel) -> dict[str, D
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All lengths, and the shortest one sampled."""
+    """Measures all lengths, and the shortest one sampled, too."""
     target, tokenizer = setup.load_target(args)
     prompts, shortest = setup.load_prompts(args.prompts, tokenizer, args.limit), min(args.lengths)
     heads = load_heads(args, target)
@@ -72,7 +73,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Result) -> str:
-    """Rows are sides, columns lengths of the context."""
+    """One row per side, one column per context length."""
     lengths = result["lengths"]
     names = list(next(iter(lengths.values())))[1:]
     sampled = result["sampled"]

@@ -2,8 +2,8 @@
 
     python -m benchmarks copies --heads model_cards/poss3-longer model_cards/eagle --copies 1 4 8
 
-With heads a prompt is read once for all its samples; plain `generate` reads it for each; `prompt read for each` are
-heads that do so, too. Texts are drawn on both sides, and not compared.
+With heads, a prompt is read once for all its samples, while plain `generate` reads it for each. Sides named `prompt
+read for each` use heads, but read the prompt for each sample. All texts are sampled and therefore not compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOR_EACH = "{}, prompt read for each"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, prompts, samples of each, and how they are drawn."""
+    """Adds the arguments for the pair, prompts, number of samples, and sampling."""
     add_generation_arguments(parser, heads=["poss3-longer", "eagle"], prompts=["chats"])
     parser.add_argument("--copies", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All sides at all numbers of samples."""
+    """Measures all sides at all numbers of samples."""
     target, heads, prompts = load_pair(args)
     drawn = {"do_sample": True, "temperature": args.temperature, "top_k": args.top_k}
     found = {}
@@ -57,7 +57,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Result) -> str:
-    """Rows are sides, columns numbers of samples."""
+    """One row per side, one column per number of samples."""
     counts = result["copies"]
     header = ["speed-up over plain, as many samples", *(f"{count} of a prompt" for count in counts)]
     rows = [[f"{PLAIN}, tokens/s", *(number(sides[PLAIN]["tokens_per_second"], 0) for sides in counts.values())]]

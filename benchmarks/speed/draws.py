@@ -1,10 +1,10 @@
-"""What sampled rounds of a batch save by drawing from what top-k leaves: with and without, in turns.
+"""Time that sampled rounds of a batch save by drawing only from the tokens that top-k keeps.
 
     python -m benchmarks draws --heads model_cards/poss3-longer model_cards/eagle
     python -m benchmarks draws --shape llama-100m --methods eagle
 
-Every round drafts. Both ways draw from the same distribution and not the same tokens, so rounds differ; what accepting
-takes of a round is told besides tokens per second.
+Every round drafts. Both ways draw from the same distribution but different tokens, so their rounds differ. The time
+that accepting takes in a round is therefore reported in addition to tokens per second.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FROM_ALL = "{}, from the whole vocabulary"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair or its sizes, prompts, and how tokens are sampled."""
+    """Adds the arguments for the pair or its sizes, the prompts, and sampling."""
     setup.add_generation_arguments(parser, heads=["poss3-longer", "eagle"], prompts=["chats"])
     setup.add_shape_arguments(parser, depth=4)
     parser.add_argument("--batch_size", type=int, default=8)
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def accepting(runs: list[list[Run]]) -> dict[str, float]:
-    """Milliseconds of a round that accepting takes, and its share of the time after the prompts."""
+    """Returns the milliseconds that accepting takes in a round, and its share of the time after prefill."""
     stats = [run.stats for turn in runs for run in turn if run.stats is not None]
     spent = [one.seconds["accept"] for one in stats]
     rounds = [one.seconds["total"] - one.seconds["prefill"] for one in stats]
@@ -45,7 +45,7 @@ def accepting(runs: list[list[Run]]) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Plain sampling, and sampling with heads both ways."""
+    """Measures plain sampling, and sampling with heads in both ways."""
     target, heads, prompts = setup.load_pair(args, every_round=True)
     for one in heads.values():
         one.profile = True
@@ -69,7 +69,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Result) -> str:
-    """A row per side."""
+    """One row per side."""
     columns = {
         "tokens/s": ("tokens_per_second", 0), "over plain": speed_up,
         "accepting, ms a round": ("accept_milliseconds", 2),

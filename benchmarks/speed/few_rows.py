@@ -1,9 +1,10 @@
-"""Products of a few rows on a CPU, in the fastest way there is: bare forwards over so many tokens, and generation.
+"""Products of a few rows on a CPU with the fastest kernel available, in bare forwards and in generation.
 
     python -m benchmarks few_rows --heads model_cards/poss3 model_cards/eagle
     python -m benchmarks few_rows --shape llama-3.2-1b --methods eagle --limit 1 --max_new_tokens 8
 
-Forwards are told in plain steps, forwards over one token: what a round must give in tokens, at the least, to pay.
+The time of a forward is given in units of a plain step, a forward over one token. That is the number of tokens that a
+round must at least yield to pay.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from ..results import Result, markdown_table, number
 from ..sides import timed_in_turns
 from . import both_ways
 
-CONTEXT = 128  # tokens before those of a forward
-WARM_UPS = 15  # forwards, in which all sizes of products are timed
+CONTEXT = 128  # tokens in the cache before each forward
+WARM_UPS = 15  # forwards during which the kernels for all sizes of products are timed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """As of all measurements with and without a part, and forwards."""
+    """Adds the arguments of all measurements with and without a part, and those for bare forwards."""
     both_ways.add_arguments(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=[2, 3, 4, 6, 8, 12, 16, 32, 64], help="of forwards")
     parser.add_argument("--forwards", type=int, default=9, help="times that every forward is timed")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Forwards, then generation, both in both ways."""
+    """Measures forwards and then generation, both in both ways."""
     pair = setup.load_pair(args, every_round=True)
     FewRows(pair[0])
     WORKSHOP.wait()
@@ -53,13 +54,17 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def as_ever() -> Any:
-    """Rounds compute products as torch does."""
+    """Makes a context in which rounds compute products as torch does."""
     return mock.patch.object(few_rows, "_is_plain", lambda layer: False)
 
 
 @torch.no_grad()
 def time_forwards(target: PreTrainedModel, rows: int, repeats: int) -> dict[str, Any]:
-    """Medians of a plain step, and a forward over so many tokens by torch's products and the fastest, in turns; ms."""
+    """Measures a plain step, and a forward over `rows` tokens with torch's products and with the fastest, in turns.
+
+    Returns:
+        Median milliseconds by name, and the gain with its interval.
+    """
     cache, quick = DynamicCache(config=target.config), FewRows(target)
     vocab, generator = target.config.get_text_config(decoder=True).vocab_size, torch.Generator().manual_seed(0)
     ids = torch.randint(vocab, (1, CONTEXT + rows), generator=generator).to(target.device)
@@ -81,7 +86,7 @@ def time_forwards(target: PreTrainedModel, rows: int, repeats: int) -> dict[str,
 
 
 def table(result: Result) -> str:
-    """Forwards by rows, then generation."""
+    """Forwards by number of rows, then generation."""
     header = ["tokens in a forward", "torch's products", "in the fastest way", "torch's over these"]
     lines = []
     for rows, one in result["forwards"].items():

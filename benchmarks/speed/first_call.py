@@ -1,11 +1,11 @@
-"""Seconds of the first compiled call of a process: with nothing compiled before, and with everything.
+"""Seconds of the first compiled call of a process: with nothing compiled before, and with everything on disk.
 
     python -m benchmarks first_call --heads model_cards/poss3-longer model_cards/eagle
 
-Every side has processes and caches of its own, so that none finds what another has compiled. The first process finds
-nothing at all, not even the headers that torch reads in advance for every compilation; the second finds what the first
-has left on disk. Loading models is not part of the call. What compiling costs whoever compiles, a function of one line
-tells.
+Every side has its own processes and caches, so none finds what another has compiled. The first process finds nothing
+at all, not even the headers that torch precompiles for every compilation. The second process finds what the first has
+left on disk. Loading models is not part of the call. A function of one line shows the fixed cost of compiling
+anything.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ from ..results import Result, column_table, footnote, same_text
 from ..sides import TO_THE_END
 from .compiled import PLAIN_COMPILED, build_sides
 
-SOURCES = ("hf_specheads", "hf_specheads/generation/compiled")  # which no other number depends on as a whole
+# the second folder belongs to this measurement: other numbers do not depend on all of it
+SOURCES = ("hf_specheads", "hf_specheads/generation/compiled")
 
 ONE_LINE = "a function of one line"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, and a prompt."""
+    """Adds the arguments for the pair and a prompt."""
     setup.add_generation_arguments(parser, heads=["poss3-longer", "eagle"], prompts=["chats"])
     parser.set_defaults(limit=1, max_new_tokens=64, repeats=1)
 
 
 def calls_of_one_line() -> dict[str, Any]:
-    """The first and a later call of a function of one line, which has no text."""
+    """Times the first and a later call of a compiled function of one line. It generates no text to compare."""
     compiled, numbers = torch.compile(lambda x: torch.nn.functional.silu(x) * x.exp()), torch.ones(64, 64)
     seconds = []
     for _ in range(2):
@@ -53,7 +54,7 @@ def calls_of_one_line() -> dict[str, Any]:
 
 
 def calls_of(args: argparse.Namespace, folder: str | None) -> dict[str, Any]:
-    """The first and a later call with the heads of a folder, of plain generation for `None`."""
+    """Times the first and a later call with the heads in a folder, or of plain generation for `None`."""
     target, tokenizer = setup.load_target(args)
     inputs = setup.load_prompts(args.prompts, tokenizer, 1)[0]
     length = {"max_new_tokens": args.max_new_tokens}
@@ -61,7 +62,8 @@ def calls_of(args: argparse.Namespace, folder: str | None) -> dict[str, Any]:
     heads = {} if folder is None else setup.load_all_heads(target, [folder])
     options = build_sides(target, heads, inputs["input_ids"].shape[1] + args.max_new_tokens)
     side = options[PLAIN_COMPILED if folder is None else f"{next(iter(heads))}, compiled"]
-    first, first_seconds = timed_generation(target, inputs, **length, **side)  # uncounted: a count would be compiled
+    # without CountForwards, whose hook would be compiled, too
+    first, first_seconds = timed_generation(target, inputs, **length, **side)
     if folder is None:
         side[CACHE_NAME].reset()
     later, later_seconds = timed_generation(target, inputs, **length, **side)
@@ -69,7 +71,7 @@ def calls_of(args: argparse.Namespace, folder: str | None) -> dict[str, Any]:
 
 
 def in_its_own_process(caches: str, call: Any, *args: Any) -> dict[str, Any]:
-    """What a function returns in a new process whose caches lie in a folder."""
+    """Returns the result of `call` in a new process whose caches lie in the folder `caches`."""
     places = {"TMPDIR": caches, "TORCHINDUCTOR_CACHE_DIR": os.path.join(caches, "inductor")}
     spawn = multiprocessing.get_context("spawn")
     with mock.patch.dict(os.environ, places), ProcessPoolExecutor(1, mp_context=spawn) as processes:
@@ -77,7 +79,7 @@ def in_its_own_process(caches: str, call: Any, *args: Any) -> dict[str, Any]:
 
 
 def measure_side(repeats: int, call: Any, *args: Any) -> dict[str, Any]:
-    """Medians over repeats, each with empty caches first."""
+    """Returns medians over repeats. Each repeat starts with empty caches."""
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as caches:
@@ -91,7 +93,7 @@ def measure_side(repeats: int, call: Any, *args: Any) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """A function of one line, plain generation, and every head."""
+    """Measures a function of one line, plain generation, and every head."""
     sides = {ONE_LINE: measure_side(args.repeats, calls_of_one_line)}
     sides[PLAIN_COMPILED] = measure_side(args.repeats, calls_of, args, None)
     for folder in args.heads:
@@ -100,7 +102,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Result) -> str:
-    """A row per side."""
+    """One row per side."""
     columns = {
         "nothing compiled before, s": ("cold", 1), "compiled by an earlier process, s": ("warm", 1),
         "a later call, s": ("later", 2), "same text": same_text,

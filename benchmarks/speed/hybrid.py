@@ -1,14 +1,15 @@
-"""Hybrid and recurrent targets under chains of set acceptance: the speed-up, and what keeping states costs.
+"""Hybrid and recurrent targets under chains of set acceptance: the speed-up, and the cost of keeping states.
 
     python -m benchmarks hybrid [--shapes qwen3-next mamba-2] [--rates 0.6 0.8 1.0] [--batches 1 4]
 
 Targets have random weights. Drafts come from a stub that knows the target's text and is wrong at a set share of its
-positions, so they cost next to nothing: the speed-up is what the engine leaves of such acceptance, not what heads
-give. Of the time of a call with one sequence, `states` is the copying and restoring of states, and `replay` what the
-forwards took longer for the accepted tokens they began with, by timing forwards of both widths from the same states.
+positions, so drafting costs almost nothing. The speed-up thus shows what the engine makes of such acceptance, not what
+real heads achieve. For a call with one sequence, two costs are given as shares of its time: `states` is the copying
+and restoring of states, and `replay` the extra time of forwards that begin with tokens accepted before. The latter is
+found by timing forwards of both widths from the same states.
 
-A draft tree would have to be verified as paths, a row each from the same states: how much longer that takes than one
-path is what its acceptance would have to make up for.
+A draft tree would have to be verified as separate paths, one row each, from the same states. The benchmark also
+measures how much longer that takes than one path, which is what a tree's higher acceptance would have to make up for.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "mamba-2": {
         "model_type": "mamba2", "hidden_size": 768, "num_hidden_layers": 24, "num_heads": 24, "head_dim": 64,
-        # A forward of several tokens is padded to whole chunks where mamba_ssm's kernels are not installed.
+        # Without the kernels of mamba_ssm, a forward of several tokens is padded to whole chunks.
         "state_size": 128, "n_groups": 1, "chunk_size": 16,
     },
 }  # fmt: skip
-WRONG_IN = 101  # positions after which a stub's mistakes repeat
-TIMINGS = 5  # of a forward of a width
+WRONG_IN = 101  # the stub's mistakes repeat after this many positions
+TIMINGS = 5  # timings of each forward
 PATHS = (2, 4, 8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Targets, acceptance, and lengths."""
+    """Adds the arguments for targets, acceptance and lengths."""
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--rates", type=float, nargs="+", default=[0.6, 0.8, 1.0], help="share of right positions")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def random_target(shape: str) -> PreTrainedModel:
-    """A target of a shape, of random weights, in fp32."""
+    """Makes a target of a shape with random weights, in fp32."""
     torch.manual_seed(0)
     ids = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = AutoConfig.for_model(**SHAPES[shape], **ids)
@@ -76,7 +77,7 @@ def random_target(shape: str) -> PreTrainedModel:
 
 
 def ranks_of(rate: float) -> tuple[int | None, ...]:
-    """By position, 0 where the stub is right and `None` where it is wrong."""
+    """Returns 0 for every position at which the stub is right, and `None` where it is wrong."""
     wrong = random.Random(0).sample(range(WRONG_IN), round((1 - rate) * WRONG_IN))
     return tuple(None if position in wrong else 0 for position in range(WRONG_IN))
 
@@ -84,8 +85,12 @@ def ranks_of(rate: float) -> tuple[int | None, ...]:
 # ---------------------------------------------------------------------- what states cost
 @contextmanager
 def watched() -> Iterator[tuple[list[float], list[float], list[tuple[int, int]]]]:
-    """While this lasts: seconds of every copying of states and of every restoring, and of every verifying forward the
-    tokens of its tree and those it had in all, with the accepted ones it began with."""
+    """Context that records the costs of states.
+
+    Yields:
+        Seconds of every copying of states; seconds of every restoring; and for every verifying forward the number of
+        nodes of its tree and of all its tokens, including the accepted ones that it begins with.
+    """
     verify, widths = RecurrentCache.verify, []
 
     def watching(cache: RecurrentCache, tree: Any, **asked: Any) -> Any:
@@ -105,7 +110,7 @@ def watched() -> Iterator[tuple[list[float], list[float], list[tuple[int, int]]]
 def forward_seconds(
     target: PreTrainedModel, ids: torch.Tensor, shapes: list[tuple[int, int]]
 ) -> dict[tuple[int, int], float]:
-    """Median seconds of forwards over so many rows of so many tokens, from the states of one prompt [1, T]."""
+    """Returns the median seconds of forwards by (rows, tokens per row), all from the states of one prompt [1, T]."""
     parameters = forward_parameters(target)
     name = cache_parameter(parameters)
     cache = DynamicCache(config=target.config)
@@ -119,14 +124,15 @@ def forward_seconds(
 
 
 def measure_paths(target: PreTrainedModel, args: argparse.Namespace) -> Result:
-    """How much longer a forward over several paths takes than one over a single one."""
+    """Measures how much longer a forward over several paths takes than one over a single path."""
     ids = torch.arange(5, 5 + args.prompt_length)[None]
     seconds = forward_seconds(target, ids, [(rows, args.depth + 1) for rows in (1, *PATHS)])
     return {str(rows): seconds[rows, args.depth + 1] / seconds[1, args.depth + 1] for rows in PATHS}
 
 
 def measure_cell(target: PreTrainedModel, args: argparse.Namespace, batch: int, rate: float) -> Result:
-    """Plain generation and chains of one acceptance, in turns; of one sequence also what states cost."""
+    """Measures plain generation and chains of one acceptance, in turns. For one sequence also measures the cost of
+    states."""
     torch.manual_seed(1)
     ids = torch.randint(5, VOCAB, (batch, args.prompt_length))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -145,7 +151,7 @@ def measure_cell(target: PreTrainedModel, args: argparse.Namespace, batch: int, 
 
 
 def measure(args: argparse.Namespace) -> Result:
-    """All shapes, batch sizes and rates."""
+    """Measures all shapes, batch sizes and rates."""
     shapes: Result = {}
     for shape in args.shapes:
         target = random_target(shape)
@@ -159,7 +165,7 @@ def measure(args: argparse.Namespace) -> Result:
 
 
 def table(result: Result) -> str:
-    """A row per shape, batch size and rate."""
+    """One row per shape, batch size and rate."""
     columns = {
         "tau": ("acceptance_length", 2), "speed-up": ("speed_up", 2, "x"),
         "states": lambda cell: percent(cell.get("states_share")),

@@ -1,9 +1,10 @@
-"""Heads of the full-precision target beside its quantised copies: acceptance, tokens per second, and the same text.
+"""Heads trained for the full-precision target, used with quantised copies: acceptance, tokens per second, same text.
 
     python -m benchmarks quantised --heads model_cards/poss3 model_cards/eagle
 
-Weight-only int8 and int4 of torchao (`pip install 'hf-specheads[quant]'`); every copy is compared with its own plain
-generation. Texts that differ are looked into: the gap between the two tokens' logits where they part, 0 for a tie.
+The formats are torchao's weight-only int8 and int4 (`pip install 'hf-specheads[quant]'`). Every copy is compared with
+its own plain generation. Where texts differ, the gap between the logits of the two tokens at the first difference is
+reported; 0 is a tie.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from ..sides import PLAIN, plain_and, run_interleaved, summarise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, prompts and formats."""
+    """Adds the arguments for the pair, prompts and formats."""
     add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
     parser.set_defaults(limit=6, max_new_tokens=64)
     parser.add_argument("--formats", nargs="+", default=["none", "int8", "int4"], choices=["none", "int8", "int4"])
 
 
 def quantise(target: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Weights of all linear layers but the `lm_head`, in place.
+    """Quantises the weights of all linear layers except `lm_head`, in place.
 
-    torchao's packed int4 has no CPU kernels; there its int4 is stored in bytes and multiplied after conversion.
+    torchao's packed int4 has no CPU kernels. On a CPU, its unpacked int4 is used, which is stored in bytes and
+    converted before products.
     """
     if name == "none":
         return target
@@ -45,7 +47,7 @@ def quantise(target: PreTrainedModel, name: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def gap_where_texts_part(target: PreTrainedModel, inputs: Inputs, mine: list[int], theirs: list[int]) -> float:
-    """Logit of the plain token minus that of ours, at the first place where they differ."""
+    """Returns the logit of the plain token minus that of our token, at the first place where the texts differ."""
     place = next(index for index, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1])
     text = torch.cat([inputs["input_ids"], torch.tensor([theirs[:place]], dtype=torch.long)], dim=1)
     logits = target(text).logits[0, -1].float()
@@ -53,7 +55,7 @@ def gap_where_texts_part(target: PreTrainedModel, inputs: Inputs, mine: list[int
 
 
 def measure_format(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """All heads on a target of one format."""
+    """Measures all heads on a target in one format."""
     target, tokenizer = load_target(args)
     prompts = load_prompts(args.prompts, tokenizer, args.limit)
     sides = plain_and(load_all_heads(quantise(target, name), args.heads))
@@ -69,12 +71,12 @@ def measure_format(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Every format with every head."""
+    """Measures every format with every head."""
     return {"formats": {name: measure_format(args, name) for name in args.formats}}
 
 
 def table(result: Result) -> str:
-    """Formats of the target's weights, plain and with heads."""
+    """One row per format of the target's weights and side, plain and with heads."""
     columns = {
         "tau": ("acceptance_length", 2), "tokens/s": ("tokens_per_second", 1), "over plain": ("speed_up", 2, "x"),
         "same text": same_text, "gaps": lambda row: ", ".join(number(gap, 3) for gap in row.get("gaps", ())) or "-",

@@ -1,12 +1,12 @@
-"""Where the wall time of a round goes, and how much of it is outside the bare model forwards.
+"""Where the wall time of a round goes, and how much of it is spent outside the bare model forwards.
 
     python -m benchmarks round --heads model_cards/poss3
     python -m benchmarks round --shape llama-100m
 
-Bare forwards are timed in place, inside real rounds: the target's forward over the tree (mask, positions and cache as
-it gets them), and the heads' `fuse`, `forward` and `draft_logits`. Everything else of a round (building masks and
-positions, choosing children and nodes, accepting, compacting, emitting, the loop) is "outside". As a check that the
-loop does not slow the target down, its bare forward is also replayed on a fresh cache of the same length.
+Bare forwards are timed in place, inside real rounds: the target's forward over the tree (with the mask, positions and
+cache that it gets there), and the heads' `fuse`, `forward` and `draft_logits`. Everything else in a round (building
+masks and positions, choosing children and nodes, accepting, compacting, emitting, the loop) is "outside". To check
+that the loop does not slow the target down, its bare forward is also replayed on a fresh cache of the same length.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ REPLAYS = 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair or its sizes, and prompts."""
+    """Adds the arguments for the pair or its sizes, and for the prompts."""
     setup.add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
     setup.add_shape_arguments(parser, depth=4)
 
 
 def profile_prompt(target: PreTrainedModel, heads: DraftHead, inputs: Inputs, new_tokens: int) -> dict[str, float]:
-    """Seconds of one generation's rounds, by stage, and in bare forwards."""
+    """Returns the seconds of one generation's rounds by stage, and those spent in bare forwards."""
     with (
         timed_calls(target, "forward") as forwards,
         timed_calls(heads, "fuse") as fused,
@@ -52,7 +52,7 @@ def profile_prompt(target: PreTrainedModel, heads: DraftHead, inputs: Inputs, ne
         **stages,
         "loop": whole - sum(stages.values()),
         "whole round": whole,
-        "bare_target": sum(forwards[1:]),  # the first is the prefill
+        "bare_target": sum(forwards[1:]),  # the first forward is the prefill
         "bare_draft": sum(fused + drafted + projected),
         "rounds": stats.rounds,
     }
@@ -60,7 +60,8 @@ def profile_prompt(target: PreTrainedModel, heads: DraftHead, inputs: Inputs, ne
 
 @torch.no_grad()
 def replay_target(target: PreTrainedModel, heads: DraftHead, length: int) -> list[float]:
-    """Seconds of bare target forwards over the last tree's nodes, after `length` tokens on a fresh cache."""
+    """Times bare target forwards over the nodes of the largest recorded tree, after `length` tokens on a fresh
+    cache."""
     tree = max(heads.last_stats.trees, key=lambda tree: tree.num_nodes)
     cache = DynamicCache(config=target.config)
     target(input_ids=tree.token_ids[:, :1].expand(-1, length), **{CACHE_NAME: cache}, use_cache=True)
@@ -70,7 +71,7 @@ def replay_target(target: PreTrainedModel, heads: DraftHead, length: int) -> lis
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Means per round of the first heads over all prompts; the median over repeats."""
+    """Measures the first heads over all prompts: means per round, and their median over repeats."""
     target, loaded, prompts = setup.load_pair(args, every_round=True)
     name, heads = next(iter(loaded.items()))
     heads.profile = heads.trace = True
@@ -104,7 +105,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Result) -> str:
-    """Milliseconds of a round by stage."""
+    """One row per stage, with milliseconds per round."""
     columns = {
         "ms": ("milliseconds", 2), "bare forwards, ms": ("bare_forwards", 2), "outside, ms": ("outside", 2),
         "outside / round": lambda stage: percent(stage["outside"] / result["round_milliseconds"]),

@@ -2,7 +2,8 @@
 
     python -m benchmarks speedup --heads model_cards/poss3 model_cards/eagle --baselines
 
-`--baselines` adds transformers' own prompt lookup. Exits with 1 if a text of ours differs from the plain one.
+`--baselines` adds transformers' own prompt lookup. The command exits with 1 if a text of ours differs from the plain
+one.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from ..results import Result, column_table, draft_tree, footnote, percent, pos_a
 from ..setup import add_generation_arguments, load_all_heads, load_prompts, load_target
 from ..sides import compare, plain_and
 
-LOOKED_UP = 5  # tokens that transformers' prompt lookup copies at a time
+LOOKED_UP = 5  # number of tokens that transformers' prompt lookup copies at a time
 SHOWN = ("eagle", "poss3-longer")  # heads in the README's table
 HOW = "{dtype}, batch 1, at most {max_new_tokens} new tokens, median of {repeats} interleaved repeats"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, prompts, and what else is compared."""
+    """Adds the arguments for the pair, prompts and baselines."""
     add_generation_arguments(parser, heads=["poss3"], prompts=["chats"], repeats=5)
     parser.add_argument("--baselines", action="store_true", help="also measure transformers' prompt lookup")
     parser.add_argument("--profile", action="store_true", help="also tell what drafting takes in a round")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All sides on all prompt sets: plain first, then heads, then what transformers offers."""
+    """Measures all sides on all prompt sets: plain generation, then heads, then transformers' own methods."""
     target, tokenizer = load_target(args)
     heads = load_all_heads(target, args.heads)
     for one in heads.values():
@@ -48,7 +49,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def texts_agree(result: Result) -> bool:
-    """Of our heads; what transformers' own methods do is theirs."""
+    """Checks the texts of our heads only, not those of transformers' own methods."""
     return all(sides[name]["identical"] for sides in result["prompt_sets"].values() for name in result["trees"])
 
 
@@ -68,7 +69,7 @@ def table(result: Result) -> str:
 
 
 def short_table(result: Result) -> str:
-    """A row per side, a column of speeds per prompt set: what the README shows."""
+    """The README's table: one row per side, and columns of speeds per prompt set."""
     sets, shown = result["prompt_sets"], [name for name in result["trees"] if name in SHOWN]
     plain, *others = next(iter(sets.values()))
     names = [plain, *shown, *(name for name in others if name.startswith("prompt lookup"))]

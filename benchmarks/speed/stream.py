@@ -2,9 +2,9 @@
 
     python -m benchmarks stream --heads model_cards/poss3 --max_batch 8
 
-A static batch runs until its longest text ends, so tokens past a request's own limit are computed and thrown away, and
-not counted. In a stream the next request takes the place of a text that has ended. Limits are drawn between
-`--shortest` and `--max_new_tokens`, the same for all sides; requests come in the same order to all of them.
+A static batch runs until its longest text ends. Tokens past a request's own limit are computed, thrown away and not
+counted. In a stream, the next request takes the place of a text that has ended. Limits are drawn between `--shortest`
+and `--max_new_tokens`. Limits and the order of requests are the same for all sides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Texts = list[list[int]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, the requests and how many are served at a time."""
+    """Adds the arguments for the pair, the requests and the number served at a time."""
     add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.add_argument("--max_batch", type=int, default=8, help="sequences at a time")
     parser.add_argument("--shortest", type=int, default=16, help="smallest limit of new tokens of a request")
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def in_static_batches(
     target: PreTrainedModel, prompts: list[Inputs], limits: list[int], size: int, **options: Any
 ) -> Texts:
-    """Batch after batch, each until its longest text ends."""
+    """Serves batch after batch, each until its longest text ends."""
     texts: Texts = []
     for start in range(0, len(prompts), size):
         inputs, own = padded(prompts[start : start + size]), limits[start : start + size]
@@ -51,14 +51,14 @@ def in_static_batches(
 def in_a_stream(
     target: PreTrainedModel, prompts: list[Inputs], limits: list[int], size: int, heads: DraftHead
 ) -> Texts:
-    """Requests take the places of those that have ended."""
+    """Serves requests as a stream: a new request takes the place of one that has ended."""
     requests = ({**inputs, "max_new_tokens": limit} for inputs, limit in zip(prompts, limits, strict=True))
     found = generate_stream(target, heads, requests, size, do_sample=False, **TO_THE_END)
     return [one.token_ids for one in sorted(found, key=lambda one: one.index)]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Plain static batches, static batches with heads, and streams with heads, in turns."""
+    """Measures plain static batches, static batches with heads, and streams with heads, in turns."""
     target, heads, prompts = load_pair(args)
     draw = random.Random(0)
     limits = [draw.randint(args.shortest, args.max_new_tokens) for _ in prompts]
@@ -76,7 +76,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summarise(name: str, seconds: dict[str, list[float]], texts: dict[str, Texts]) -> dict[str, Any]:
-    """Tokens per second that were asked for, next to plain static batches in the same turn."""
+    """Summarises one side: requested tokens per second, and the speed-up over plain static batches in the same
+    turn."""
     tokens = sum(map(len, texts[name]))
     return {
         "tokens_per_second": statistics.median(tokens / spent for spent in seconds[name]),
@@ -87,7 +88,7 @@ def summarise(name: str, seconds: dict[str, list[float]], texts: dict[str, Texts
 
 
 def table(result: Result) -> str:
-    """A row per side."""
+    """One row per side."""
     columns = {
         "tokens/s": ("tokens_per_second", 0), "over plain static batches": speed_up, "same text": same_text,
     }  # fmt: skip

@@ -1,11 +1,11 @@
-"""Heads pruned to the most frequent tokens: acceptance lost and time won, by size of the draft vocabulary.
+"""Draft heads pruned to the most frequent tokens: acceptance lost and time won, by size of the draft vocabulary.
 
     python -m benchmarks vocabulary --heads model_cards/poss3 model_cards/eagle
 
-Tokens are counted in Python's standard library, which the shipped target was trained on, without its held-out files
-(`--corpus`: in other texts). A random target of about 100M parameters, most of them of its vocabulary, is timed as
-well: there the projection to logits is most of drafting. What it accepts means nothing, only the milliseconds of a
-round do.
+Tokens are counted in the files of Python's standard library that the shipped target was trained on, without held-out
+files (`--corpus`: in other texts). In addition, a random target of about 100M parameters, most of them in its
+vocabulary, is timed, because there the projection to logits is most of drafting. Its acceptance is meaningless; only
+the milliseconds of a round matter.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from ..results import Result, column_table, draft_tree, footnote, markdown_table
 from ..setup import Inputs
 from ..sides import TO_THE_END, compare, plain_and, timed_in_turns
 
-RANDOM_SIZES, CHAIN = (8192, 16384, 32768, 128000), {"kind": "chain", "depth": 4}  # the last: the whole vocabulary
+# the last size is the whole vocabulary
+RANDOM_SIZES, CHAIN = (8192, 16384, 32768, 128000), {"kind": "chain", "depth": 4}
 PROFILED_TOKENS, FORWARDS = 32, 7
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, prompts, sizes, and where tokens are counted."""
+    """Adds the arguments for the pair, prompts, vocabulary sizes, and texts to count tokens in."""
     setup.add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
     parser.set_defaults(limit=8)
     parser.add_argument("--sizes", type=int, nargs="+", default=[256, 512, 1024, 2048])
@@ -41,13 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def library_files() -> list[Path]:
-    """Modules of the standard library that the shipped target was trained on."""
+    """Returns modules of the standard library that the shipped target was trained on."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return sorted(path for path in root.glob("*.py") if not is_held_out(path, root))
 
 
 def draft_milliseconds(target: PreTrainedModel, heads: dict[str, DraftHead], prompts: list[Inputs]) -> dict[str, Any]:
-    """Mean milliseconds of drafting in a round, by heads, which take turns and draft every round."""
+    """Returns the mean milliseconds of drafting in a round by heads. The heads take turns and draft in every round."""
     timed = {name: one.with_tree(stop_below=0.0) for name, one in heads.items()}
     for one in timed.values():
         one.adaptive, one.profile = False, True
@@ -58,7 +59,7 @@ def draft_milliseconds(target: PreTrainedModel, heads: dict[str, DraftHead], pro
 def measure_heads(
     target: PreTrainedModel, folder: str, counts: torch.Tensor, prompts: list[Inputs], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One head in every size, and whole."""
+    """Measures one head at every size of the draft vocabulary, and with the whole vocabulary."""
     kept = {str(size): most_frequent(counts, size) for size in sorted(args.sizes)} | {str(len(counts)): None}
     heads = {size: setup.load_bound_heads(target, folder).prune_draft_vocabulary(ids) for size, ids in kept.items()}
     covered = {size: 1.0 if ids is None else float(counts[ids].sum() / counts.sum()) for size, ids in kept.items()}
@@ -68,7 +69,8 @@ def measure_heads(
 
 
 def measure_random(dtype: torch.dtype) -> dict[str, Any]:
-    """Milliseconds of drafting and of a target forward, for a random target whose vocabulary outweighs its layers."""
+    """Measures drafting and a target forward, in milliseconds, for a random target whose vocabulary outweighs its
+    layers."""
     vocabulary = RANDOM_SIZES[-1]
     target = setup.random_llama(
         dtype, vocab_size=vocabulary, hidden_size=512, intermediate_size=1536, num_hidden_layers=12,
@@ -91,7 +93,7 @@ def measure_random(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All heads, and the random target."""
+    """Measures all heads, and the random target."""
     target, tokenizer = setup.load_target(args)
     prompts = setup.load_prompts(args.prompts, tokenizer, args.limit)
     files = args.corpus or library_files()
@@ -105,7 +107,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Result) -> str:
-    """Heads by size of their draft vocabulary; the random target, where only times mean something."""
+    """Heads by size of their draft vocabulary, then the random target, for which only times are meaningful."""
     columns = {
         "of the counted": lambda row: percent(row["coverage"]), "tau": ("acceptance_length", 2),
         "draft ms": ("draft_milliseconds", 2), "tokens/s": ("tokens_per_second", 1),

@@ -1,1 +1,1 @@
-"""Which targets take draft heads, and how."""
+"""Which targets work with draft heads."""

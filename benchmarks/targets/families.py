@@ -1,17 +1,19 @@
-"""Every family of language models of transformers under draft heads: the same text, or a refusal.
+"""Draft heads on every family of language models in transformers: the same text as plain generation, or a refusal.
 
     python -m benchmarks families [MODEL_TYPE ...] [--kinds KIND ...] [--rows FILE]
 
-Of every class that `AutoModelForCausalLM` knows, and that `AutoModelForImageTextToText` does
-(`image-text/MODEL_TYPE`), a tiny random target generates greedily, in fp32, by itself and with heads that know its
-text: some rounds accept several tokens, others reject some. Kinds of rounds: draft trees, chains, trees (chains where
-no trees are taken) in a batch of prompts of different lengths, whose sequences end in different rounds, compiled trees
-(the graphs and guards of `torch.compile`, run as traced; tests/claims/test_compiled.py has code generated for five of
-them), and trees after a `DynamicCache()` that the caller handed in; prompts are text. Prompts with images are tried
-where `support.images` knows how to make them. Each gives the text of plain generation, or is refused.
+For every class known to `AutoModelForCausalLM`, and every class of `AutoModelForImageTextToText`
+(`image-text/MODEL_TYPE`), a tiny random target generates greedily in fp32, by itself and with heads that know its
+text, so that some rounds accept several tokens and others reject some. The kinds of rounds are: draft trees; chains;
+trees (or chains if trees are refused) in a batch of prompts of different lengths, whose sequences end in different
+rounds; compiled trees (the graphs and guards of `torch.compile`, run as traced; tests/claims/test_compiled.py runs
+generated code for five families); and trees after a `DynamicCache()` that the caller passed in. Prompts are text.
+Prompts with images are tried for families that `support.images` can make them for. Each kind must give the text of
+plain generation or be refused.
 
-With `--rows` what is measured of a family is a line of a file at once, and what is there is not measured again unless
-the family is named: an interruption loses nothing, and the table says if not all rows are of one engine.
+With `--rows`, every measured family is appended to a file at once, and families in the file are not measured again
+unless they are named. An interruption therefore loses nothing. The table reports rows that were measured with another
+state of the engine.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from ..results import Result, footnote, hash_of, markdown_table
 
 NEW = 30
 LENGTHS = (19, 7, 13)
-# The true token is mostly the favourite, sometimes further down, sometimes missing.
+# Ranks of the true token in the drafts: mostly first, sometimes lower, sometimes missing.
 MIXED = (0, 0, 1, 0, None, 0, 0, 0, 2)
 CHAIN: dict[str, Any] = {"kind": "chain", "depth": 4}
 KINDS: dict[str, dict[str, Any]] = {
@@ -54,36 +56,36 @@ KINDS: dict[str, dict[str, Any]] = {
     "own cache": {},
     "image": CHAIN,
 }
-# The graphs, guards and caches of a compiled round without the minutes of a code generator.
+# These check the graphs, guards and caches of compiled rounds without the minutes that code generation takes.
 BACKEND = "graphs of `torch.compile` by its backend `eager`, for which no code is generated"
 IMAGE_TEXT = "image-text/"
 NO_IMAGE = "no image here"
 IDENTICAL, REFUSED, WRONG, CRASHED = "identical", "refused", "wrong", "crashed"
-WITHOUT = "plain generate fails"  # of transformers alone, so there is nothing to compare with
+WITHOUT = "plain generate fails"  # a failure of transformers itself, so there is no text to compare with
 OUTCOMES = (IDENTICAL, REFUSED, WITHOUT, WRONG, CRASHED, NO_IMAGE)
 INSTEAD = "draft a chain instead"
 REFUSALS = (UnsupportedGenerationError, WrongTargetError)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which families."""
+    """Adds the arguments that select families and kinds of rounds."""
     parser.add_argument("families", nargs="*", default=[], help="model types, default all", metavar="MODEL_TYPE")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of rounds, default all")
     parser.add_argument("--rows", type=Path, help="JSON lines of families that were measured, to be completed")
 
 
 def inputs_of(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """Prompts, padded on the left."""
+    """Makes prompts of these lengths, padded on the left."""
     return left_padded([prompt(length, seed=seed)[0].tolist() for seed, length in enumerate(lengths)], 0)
 
 
 def generate(target: PreTrainedModel, inputs: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
-    """Greedy text, [B, T + NEW]."""
+    """Generates greedily; [B, T + NEW]."""
     return target.generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
 
 
 def oracle(target: PreTrainedModel, inputs: dict[str, torch.Tensor], texts: torch.Tensor, **tree: Any) -> StubHead:
-    """Heads that know the texts of a batch."""
+    """Makes heads that know the texts of a batch."""
     return StubHead.of_batch(target, inputs, texts, MIXED, **tree)
 
 
@@ -91,12 +93,13 @@ def grow_uncompiled(
     rounds: CompiledRounds, head: Any, cache: Any, tree: Any, token_ids: Any, features: Any, depth: int,
     in_shape: bool = True, reach: Any = None,
 ) -> DraftTree:  # fmt: skip
-    """Drafts of heads that look their text up, which cannot be compiled; the target's forward is what counts."""
+    """Grows a tree without compilation, since heads that look their text up cannot be compiled. The target's forward,
+    which this benchmark checks, stays compiled."""
     return grow_tree(head, cache, tree, token_ids, features, depth, reach=reach)
 
 
 def outcome_of(kind: str, target: PreTrainedModel) -> Result:
-    """What a kind of rounds gives with a target: `outcome` and, where it is a refusal or an error, its `sentence`."""
+    """Runs one kind of rounds with a target. Returns the `outcome` and, for a refusal or an error, its `sentence`."""
     if kind == "image" and target.config.model_type not in OVERRIDES:
         return {"outcome": NO_IMAGE}
     inputs = image_inputs(target) if kind == "image" else inputs_of(LENGTHS if kind == "batch" else LENGTHS[:1])
@@ -106,7 +109,7 @@ def outcome_of(kind: str, target: PreTrainedModel) -> Result:
     except Exception as error:
         return {"outcome": WITHOUT, "sentence": _first_line(error)}
     found = _tried(kind, target, inputs, expected, KINDS[kind])
-    # Chains are what heads draft there of which nobody has chosen a tree.
+    # Heads without a tree of the user's choice draft chains there.
     if kind == "batch" and INSTEAD in found.get("sentence", ""):
         found = _tried(kind, target, inputs, expected, CHAIN)
         return found | {"drafts": "chains"} if found["outcome"] == IDENTICAL else found
@@ -116,7 +119,7 @@ def outcome_of(kind: str, target: PreTrainedModel) -> Result:
 def _tried(
     kind: str, target: PreTrainedModel, inputs: dict[str, torch.Tensor], expected: torch.Tensor, tree: dict[str, Any]
 ) -> Result:
-    """The same with heads of a tree."""
+    """Runs one kind of rounds with heads of one tree."""
     options = {CACHE_NAME: DynamicCache()} if kind == "own cache" else {}
     try:
         heads = oracle(target, inputs, expected, **tree)
@@ -140,7 +143,7 @@ def _first_line(error: Exception) -> str:
 
 
 def target_of(model_type: str) -> PreTrainedModel:
-    """A tiny target whose text is varied, of a causal language model or of `image-text/MODEL_TYPE`."""
+    """Makes a tiny target that generates varied text: a causal language model, or `image-text/MODEL_TYPE`."""
     name, auto = model_type.removeprefix(IMAGE_TEXT), AutoModelForCausalLM
     if name != model_type:
         auto = transformers.AutoModelForImageTextToText
@@ -150,12 +153,13 @@ def target_of(model_type: str) -> PreTrainedModel:
 
 
 def measure_family(model_type: str, kinds: Sequence[str] = tuple(KINDS)) -> Result:
-    """One family: class and outcome per kind of rounds, or why transformers makes no such target here."""
+    """Measures one family. Returns its class and the outcome of every kind of rounds, or why no such target can be
+    made."""
     if (reason := NOT_BUILT.get(model_type)) is not None:
         return {"not_built": reason}
     try:
         target = target_of(model_type)
-    except Exception as error:  # of transformers: one such family must not end the measurement of all others
+    except Exception as error:  # an error in transformers for one family must not end the measurement of the others
         return {"not_built": f"not by rule, or plain `generate` fails ({_first_line(error)[:120]})"}
     target.generation_config.compile_config = CompileConfig(backend="eager", mode=None)
     torch._dynamo.reset()
@@ -165,7 +169,7 @@ def measure_family(model_type: str, kinds: Sequence[str] = tuple(KINDS)) -> Resu
 
 
 def measure(args: argparse.Namespace) -> Result:
-    """All of them."""
+    """Measures all families asked for."""
     engine = hash_of(["hf_specheads"])
     every = [*families(), *(IMAGE_TEXT + name for name in image_text_families())]
     rows = {} if args.rows is None else read_rows(args.rows)
@@ -185,7 +189,7 @@ def measure(args: argparse.Namespace) -> Result:
 
 
 def read_rows(path: Path) -> Result:
-    """Rows by model type, newer lines over older ones; none while there is no file."""
+    """Reads rows by model type; newer lines replace older ones. Empty if there is no file."""
     rows: Result = {}
     for text in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         line = json.loads(text)
@@ -195,19 +199,19 @@ def read_rows(path: Path) -> Result:
 
 
 def counts(rows: Result) -> Result:
-    """Families per kind of rounds and outcome."""
+    """Counts families by kind of rounds and outcome."""
     built = [row for row in rows.values() if "not_built" not in row]
     found = {kind: [row[kind]["outcome"] for row in built if kind in row] for kind in KINDS}
     return {kind: {outcome: each.count(outcome) for outcome in OUTCOMES} for kind, each in found.items()}
 
 
 def texts_agree(result: Result) -> bool:
-    """Whether nothing is wrong and nothing crashes."""
+    """Tells whether no text is wrong and nothing crashed."""
     return not any(numbers[WRONG] or numbers[CRASHED] for numbers in result["counts"].values())
 
 
 def table(result: Result) -> str:
-    """One row per family, and the sentences of the refusals."""
+    """One row per family, followed by the texts of the refusals."""
     sentences: dict[str, int] = {}
     rows = []
     for model_type, row in result["families"].items():
@@ -224,7 +228,7 @@ def table(result: Result) -> str:
 
 
 def _engines(result: Result) -> list[str]:
-    """How many rows are of an engine other than the result's."""
+    """Returns a note on the number of rows measured with another engine than the result's, if there are any."""
     others = sum(row["engine"] != result["provenance"]["sources"] for row in result["families"].values())
     return [f"{others} rows with an earlier state of the engine"] if others else []
 

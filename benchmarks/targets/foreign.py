@@ -1,10 +1,10 @@
-r"""A target that the shipped pair knows nothing of: another family, tokenizer and kind of text.
+r"""A target unrelated to the shipped pair: another family, tokenizer and kind of text.
 
     python -m benchmarks.targets.foreign --output runs/foreign --minutes 20
 
-trains a small Qwen3 on the Python standard library's source and writes, next to it, what heads are trained on
-(`texts.jsonl`) and asked (`prompts.jsonl`, excerpts of held-out files, and `long_prompts.jsonl`, beginnings of long
-ones). The heads of the committed tables are then made by
+This command trains a small Qwen3 on the source of Python's standard library. It also writes the texts that heads are
+trained on (`texts.jsonl`) and prompts (`prompts.jsonl`, excerpts of held-out files, and `long_prompts.jsonl`,
+beginnings of long ones). The heads of the committed tables are then trained with
 
     training="target=runs/foreign train_data=runs/foreign/texts.jsonl max_length=256 per_device_train_batch_size=8 \
         lr_scheduler_type=constant eval_examples=32 bf16=false"
@@ -17,8 +17,8 @@ ones). The heads of the committed tables are then made by
 
 and measured by `python -m benchmarks default --target runs/foreign ...`, as the tables say.
 
-It learns little in that time: sharp where code repeats itself, unsure elsewhere, as targets are that no heads follow
-for long.
+In that time the target learns little. It is certain where code repeats itself and uncertain elsewhere, like targets
+whose text heads cannot predict for long.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ LONG_TOKENS, LONG_PROMPTS = 3968, 8
 
 
 def train_tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of the texts."""
+    """Trains byte-level BPE on the texts."""
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(texts, vocab_size=VOCABULARY, special_tokens=[END], show_progress=False)
     return PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token=END, pad_token=END)
 
 
 def build_target(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
-    """Random weights: eight layers with query and key norms, and heads wider than their share of the width."""
+    """Makes a target with random weights: eight layers with query and key norms, whose attention heads together match
+    the hidden size."""
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=4096, tie_word_embeddings=True,
@@ -69,7 +70,7 @@ def build_target(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
 
 
 def blocks(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[dict[str, torch.Tensor]]:
-    """Training rows of one length, files one after the other."""
+    """Makes training rows of one length from the concatenated files."""
     encoded = tokenizer([text + END for text in texts])["input_ids"]
     stream = torch.tensor(list(itertools.chain.from_iterable(encoded)))
     rows = stream[: len(stream) // LENGTH * LENGTH].view(-1, LENGTH)
@@ -77,7 +78,7 @@ def blocks(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[dic
 
 
 def pieces(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int) -> Iterator[str]:
-    """Texts cut to about so many tokens, at ends of lines."""
+    """Yields pieces of texts of about `tokens` tokens, cut at ends of lines."""
     for text in texts:
         piece: list[str] = []
         length = 0
@@ -90,7 +91,7 @@ def pieces(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int
 
 
 def prompts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Excerpts of held-out files, of different lengths, spread over the files."""
+    """Returns excerpts of held-out files, of different lengths, spread over the files."""
     found: list[str] = []
     for place, text in enumerate(texts):
         tokens = PROMPT_TOKENS[0] + (37 * place) % (PROMPT_TOKENS[1] - PROMPT_TOKENS[0])
@@ -99,13 +100,13 @@ def prompts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[st
 
 
 def long_prompts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Beginnings of held-out files that have so many tokens."""
+    """Returns the beginnings of held-out files that have at least LONG_TOKENS tokens."""
     found = (next(pieces([text], tokenizer, LONG_TOKENS), None) for text in texts)
     return list(itertools.islice(filter(None, found), LONG_PROMPTS))
 
 
 def write_rows(path: Path, column: str, texts: Sequence[str]) -> None:
-    """One JSON object a line."""
+    """Writes one JSON object per line."""
     path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts), encoding="utf-8")
 
 

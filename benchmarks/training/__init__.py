@@ -1,1 +1,1 @@
-"""What a training step costs."""
+"""Costs of a training step."""

@@ -1,9 +1,9 @@
-"""Memory of training on each device: derived for large targets, and compared with measured peaks on small shapes.
+"""Memory of training on each device: derived for large targets, and checked against measured peaks of small shapes.
 
     python -m benchmarks memory
 
-Derived by `hf_specheads.trainer.memory` from sizes alone. Measured is, as in `step`, by how much the resident set of a
-process of its own grows during one step of POSS heads (fp32).
+`hf_specheads.trainer.memory` derives the memory from sizes alone. The measured peak is, as in `step`, the growth of
+the resident set of a separate process during one step of POSS heads (fp32).
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ SMALL = {"family": "poss", "dtype": "float32", **SIZES}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which steps are measured."""
+    """Adds the arguments that select the measured steps."""
     parser.add_argument("--lengths", nargs="+", type=int, default=[1024, 2048, 4096])
     parser.add_argument("--passes", nargs="+", type=int, default=[1, 3, 6])
 
 
 def derived(target: TargetSizes, training: TrainingSizes) -> dict[str, Any]:
-    """Parts on each of eight devices, with a whole target and with a sharded one."""
+    """Derives the parts of memory on each of `PROCESSES` devices, with the whole target on each and with a sharded
+    one."""
     return {
         placed: training_bytes(target, training, PROCESSES, sharded)
         for placed, sharded in (("whole", False), ("sharded", True))
@@ -43,7 +44,7 @@ def derived(target: TargetSizes, training: TrainingSizes) -> dict[str, Any]:
 
 
 def small_bytes(rows: int, passes: int) -> int:
-    """What a measured step should add, derived."""
+    """Derives the bytes that a measured step should add."""
     width = SMALL["hidden_size"]
     target = TargetSizes(LayerSizes(width, 8 * width // 3, width, width), 8, SMALL["vocab_size"])
     sizes = TrainingSizes(FAMILIES["poss"]["num_specialists"], passes, 1, rows, CHUNK, state_bytes=4)
@@ -51,7 +52,7 @@ def small_bytes(rows: int, passes: int) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Both tables."""
+    """Computes both tables."""
     checks = []
     for rows, passes in itertools.product(args.lengths, args.passes):
         peak = peak_apart({**SMALL, "rows": rows, "passes": passes}, "ours")
@@ -64,7 +65,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Result) -> str:
-    """Gigabytes on each device, then derived and measured megabytes of small steps."""
+    """Gigabytes on each device, followed by derived and measured megabytes of small steps."""
     rows = []
     for target, methods in result["targets"].items():
         for method, placements in methods.items():
@@ -88,5 +89,5 @@ def table(result: Result) -> str:
 
 
 def short_table(result: Result) -> str:
-    """The first of them."""
+    """Only the first of the two tables."""
     return table(result).partition("\n\n")[0] + "\n"

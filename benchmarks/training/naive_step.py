@@ -1,9 +1,9 @@
-"""A training step as it is usually written: one dense mask over all streams, and whole [B, T, V] logits in fp32.
+"""A training step as it is usually written: one dense mask over all streams, and full [B, T, V] logits in fp32.
 
-The yardstick of `step`, and the reference its gradients are compared with. It uses the heads' own modules and
-none of the package's unroll, attention or losses: every pass fuses and projects the rows of all streams again and
-attends to F * T columns under an additive mask, as the training code of HASS, PosS and EAGLE-3 does in substance.
-Documents are whole rows.
+The benchmark `step` compares times with this step and checks gradients against it. It uses the heads' own modules, but
+not the package's unroll, attention or losses. Every pass fuses and projects the rows of all streams again and attends
+to S * T columns under an additive mask, as the training code of HASS, PosS and EAGLE-3 essentially does. Every row of
+the batch is one document.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def dense_step(
     num_passes: int,
     weights: dict[str, float],
 ) -> float:
-    """Gradients of one batch, added to `.grad`; the losses `feature`, `token` and `top_k` (K = 10).
+    """Adds the gradients of one batch to `.grad`, for the losses `feature`, `token` and `top_k` (K = 10).
 
     Args:
         heads: EAGLE, HASS, POSS (full or LoRA), EAGLE-3 or POSS-on-EAGLE-3 heads.
         features, next_token_ids, target_features: [B, T, ...] as in [`trainer.Unroll`]; all rows are supervised.
-        embed_tokens, lm_head: The target's.
+        embed_tokens, lm_head: Modules of the target.
         num_passes: D.
         weights: Weights of the losses, by name.
 
@@ -63,7 +63,8 @@ def dense_step(
 def _detached_passes(
     heads: DraftHead, features: torch.Tensor, embeddings: torch.Tensor, lm_head: Callable, num_passes: int
 ) -> Iterator[Drafted]:
-    """EAGLE, HASS, POSS: pass m reads stream 0 at lags of m and more, stream s at lag m - s."""
+    """Runs the passes of EAGLE, HASS and POSS: with `last` earlier passes, a pass reads stream 0 at lags of `last` and
+    more, and stream s at lag `last` - s."""
     index = torch.arange(features.shape[1])
     lag = index[:, None] - index
     streams = [features]
@@ -78,7 +79,8 @@ def _detached_passes(
 def _test_time_passes(
     heads: DraftHead, features: torch.Tensor, embeddings: torch.Tensor, lm_head: Callable, num_passes: int
 ) -> Iterator[Drafted]:
-    """EAGLE-3's training-time test: every pass reads stream 0 up to its own row and its own row of later streams."""
+    """Runs the passes of EAGLE-3's training-time test: each reads stream 0 up to its own row, and only its own row of
+    later streams."""
     index = torch.arange(features.shape[1])
     lag = index[:, None] - index
     if heads.embed_tokens is not None:
@@ -104,7 +106,8 @@ def _dense_forward(
 
 
 def _target(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
-    """The target's distribution [B, T, V], or over the draft vocabulary, 0 where its favourite is not in that."""
+    """Returns the target's distribution [B, T, V], or that over the draft vocabulary, which is 0 in rows whose most
+    likely token is not in the draft vocabulary."""
     if vocabulary is None:
         return F.softmax(logits, dim=-1)
     known = torch.isin(logits.argmax(dim=-1), vocabulary)[..., None]
@@ -114,7 +117,8 @@ def _target(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tens
 def _loss(
     drafted: Drafted, target: torch.Tensor, target_features: torch.Tensor, weights: dict[str, float]
 ) -> torch.Tensor:
-    """Weighted losses of one pass, over the rows whose target is in the batch; divided by all rows."""
+    """Returns the weighted losses of one pass, summed over the rows whose target is in the batch and divided by the
+    number of all rows."""
     logits, features, offset = drafted
     rows, target = target.shape[0] * target.shape[1], target[:, offset:]
     log_draft = F.log_softmax(logits[:, : target.shape[1]].float(), dim=-1)

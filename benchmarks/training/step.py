@@ -1,13 +1,13 @@
-"""Step time and peak memory of training against a step written with dense masks and whole logits.
+"""Step time and peak memory of training, against a step with dense masks and full logits.
 
     python -m benchmarks step  # POSS at four lengths and three depths, EAGLE-3 at two lengths
     python -m benchmarks step --cells hass,2048,8 eagle,1024,1
     python -m benchmarks step --cells poss,2048,6 --vocab_size 131072 --bf16  # a large vocabulary, mixed precision
 
-Both sides compute the same gradients of the same heads (`naive_step.py` is the other side), forward and backward of
-one batch, alternately in one process. Peak memory is by how much the resident set of a process of its own grows during
-one step; there, memory is given back when freed, so that it is not what the allocator keeps. "Products" are the matrix
-products that any step needs, timed alone: the limit of what can be gained.
+Both sides compute the same gradients of the same heads (`naive_step.py` is the other side): forward and backward of
+one batch, alternating in one process. Peak memory is the growth of the resident set during one step, in a separate
+process. That process returns freed memory to the system, so that memory kept by the allocator does not count.
+"Products" are the matrix products that any step needs, timed alone. They bound what can be gained.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ FAMILIES = {"eagle": {}, "hass": {}, "poss": {"num_specialists": 2, "positions_p
 SIZES = {"hidden_size": 256, "vocab_size": 8192}
 WEIGHTS = {"feature": 1.0, "token": 0.1}
 CHUNK = 256
-MEMORY_SHARE = 0.7  # of the machine's memory that a step may take
+MEMORY_SHARE = 0.7  # share of the machine's memory that a step may take
 GRID = [("poss", rows, passes) for rows in (512, 1024, 2048, 4096) for passes in (1, 3, 6)]
 GRID += [("eagle3", rows, 6) for rows in (1024, 2048)]
 
@@ -50,7 +50,7 @@ Cell = dict[str, Any]  # family, rows (T), passes (D), dtype, and the sizes of t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which steps."""
+    """Adds the arguments that select the steps."""
     said = "heads, rows T of a batch and draft positions D, instead of the default grid"
     parser.add_argument("--cells", nargs="+", type=cell_of, default=GRID, metavar="FAMILY,T,D", help=said)
     for name, default in SIZES.items():
@@ -61,14 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cell_of(word: str) -> tuple[str, int, int]:
-    """One cell, as it is written on the command line."""
+    """Parses one cell as written on the command line."""
     family, rows, passes = word.split(",")
     return family, int(rows), int(passes)
 
 
 # ---------------------------------------------------------------------- one step of each side
 def make_pair(cell: Cell) -> tuple[PreTrainedModel, DraftHead]:
-    """A random target, of which a step only needs embedding and `lm_head`, and heads for it."""
+    """Makes a random target, of which a step needs only the embedding and `lm_head`, and draft heads for it."""
     width = cell["hidden_size"]
     sizes = {"num_hidden_layers": 8, "num_attention_heads": max(width // 64, 1), "intermediate_size": 8 * width // 3}
     target = random_llama(vocab_size=cell["vocab_size"], hidden_size=width, **sizes).requires_grad_(False)
@@ -77,7 +77,8 @@ def make_pair(cell: Cell) -> tuple[PreTrainedModel, DraftHead]:
 
 
 def make_steps(cell: Cell, target: PreTrainedModel, heads: DraftHead) -> dict[str, Callable[[], Any]]:
-    """Forward and backward by side: `dense`, `ours`, and `per_pass`, ours with a backward for every pass."""
+    """Returns one function per side that runs forward and backward: `dense`; `ours`; and `per_pass`, which is ours
+    with one backward per pass."""
     rows, passes = cell["rows"], cell["passes"]
     generator = torch.Generator().manual_seed(1)
     width = target.config.hidden_size
@@ -105,7 +106,7 @@ def _in_precision(cell: Cell, step: Callable[[], Any]) -> None:
 
 
 def our_step(heads: DraftHead, batch: dict[str, Any], together: int) -> None:
-    """As [`trainer.DraftHeadTrainer`] does it, with `together` passes per backward."""
+    """Runs a step as [`trainer.DraftHeadTrainer`] does, with `together` passes per backward."""
     rows = batch["next_token_ids"].shape[1]
     unroll = Unroll(
         heads, **batch, loss_mask=torch.ones(1, rows), attention_mask=None, losses=tuple(WEIGHTS),
@@ -117,8 +118,11 @@ def our_step(heads: DraftHead, batch: dict[str, Any], together: int) -> None:
 
 
 def products_seconds(cell: Cell, target: PreTrainedModel, heads: DraftHead) -> float:
-    """Seconds of the products of a step alone: every layer's forward and both its gradients, `lm_head` likewise (one
-    gradient where it is the target's), once per pass, and the target's own logits once."""
+    """Measures the seconds of a step's matrix products alone.
+
+    These are, once per pass, the forward and both gradients of every layer and of `lm_head` (only one gradient if it
+    belongs to the target), and once the target's own logits.
+    """
     layers = [module.weight for module in heads.layers[0].modules() if isinstance(module, nn.Linear)]
     own = getattr(heads, "lm_head", None)
     output = (target.lm_head if own is None else own).weight
@@ -142,9 +146,9 @@ def products_seconds(cell: Cell, target: PreTrainedModel, heads: DraftHead) -> f
 
 # ---------------------------------------------------------------------- measurement
 def peak_bytes(cell: Cell, side: str, threads: int) -> int | None:
-    """Growth of the resident set in one step, at most; `None` if it needs more memory than the machine has to give.
+    """Returns the largest growth of the resident set during one step; `None` if the step needs too much memory.
 
-    Runs in a process of its own. A step of a few rows before it loads what kernels keep.
+    Must run in a process of its own. A step of a few rows runs before, to load everything that kernels keep in memory.
     """
     torch.set_num_threads(threads)
     limit = int(MEMORY_SHARE * os.sysconf("SC_PHYS_PAGES") * resource.getpagesize())
@@ -157,15 +161,16 @@ def peak_bytes(cell: Cell, side: str, threads: int) -> int | None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     try:
         step()
-    except (RuntimeError, MemoryError):  # torch's allocator has no error of its own
+    except (RuntimeError, MemoryError):  # torch's allocator has no exception type of its own
         return None
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    return max(grown, resource.getpagesize())  # the kernel counts a little late
+    return max(grown, resource.getpagesize())  # the kernel updates its count with a delay, so growth can appear as 0
 
 
 def peak_apart(cell: Cell, side: str) -> int | None:
-    """[`peak_bytes`] in a process of its own."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)  # read when a process starts, so not by this one
+    """Runs [`peak_bytes`] in a process of its own."""
+    # malloc reads this at process start, so it affects only the new process
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
@@ -173,7 +178,7 @@ def peak_apart(cell: Cell, side: str) -> int | None:
 
 
 def measure_cell(cell: Cell, repeats: int) -> dict[str, Any]:
-    """Medians and ranges of every side's seconds, peak memory, and the ratios to the dense step."""
+    """Measures every side: median and range of seconds, peak memory, and the ratios to the dense step."""
     target, heads = make_pair(cell)
     for warm_up in make_steps({**cell, "rows": 16, "passes": 1}, target, heads).values():
         warm_up()
@@ -194,7 +199,7 @@ def measure_cell(cell: Cell, repeats: int) -> dict[str, Any]:
         sides[side]["seconds"] = _median_and_range(spent)
     result = {**cell, "head_parameters": heads.num_parameters(), "sides": sides}
     if "dense" in fitting:
-        # Of a parameter's gradients, over the largest element: the worst parameter.
+        # Largest difference of a parameter's gradients relative to their largest element, over all parameters.
         pairs = zip(found["dense"], found["ours"], strict=True)
         result["gradient_difference"] = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
         for side in fitting.keys() - {"dense"}:
@@ -209,7 +214,7 @@ def _median_and_range(values: list[float]) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All cells."""
+    """Measures all cells."""
     cells = []
     common = {"dtype": "bfloat16" if args.bf16 else "float32", **{name: getattr(args, name) for name in SIZES}}
     for family, rows, passes in args.cells:
@@ -219,7 +224,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: Result) -> str:
-    """One row per family, length and depth: seconds and peak memory of a step, ours and the dense one's."""
+    """One row per family, length and depth, with seconds and peak memory of our step and the dense one."""
     columns = {
         "heads": lambda cell: cell["family"], "rows T": ("rows", 0), "passes D": ("passes", 0),
         "dense, s": lambda cell: _seconds(cell["sides"]["dense"]),

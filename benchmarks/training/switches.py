@@ -1,12 +1,13 @@
-"""What the switches of a training cost or bring: POSS heads trained alike but for one of them.
+"""Effects of single training switches on acceptance: POSS heads that are trained alike except for one switch.
 
     python -m benchmarks switches --target T --data runs/data --warm_start runs/eagle
 
-All start from the same EAGLE heads and see the same batches in the same order; each is trained with several seeds. tau
-is of greedy trees on held-out prompts. The authors' trainer (arXiv 2506.03566, their code) differs from the recipe in
-that it clips gradients by value, counts masked scores as 0, and runs a backward per pass. The latter has the same
-gradients but for rounding: differences of its size mean nothing. "Total variation" adds 1 - a to the losses, of which
-the authors' trainer has none. Nothing is timed, so the machine may be busy.
+All trainings start from the same EAGLE heads and see the same batches in the same order; each switch is trained with
+several seeds. tau is measured with greedy trees on held-out prompts. The authors' trainer (arXiv 2506.03566, their
+code) differs from the recipe: it clips gradients by value, counts masked scores as 0, and runs one backward per pass.
+One backward per pass gives the same gradients up to rounding, so its difference shows how large a difference without
+meaning can be. "Total variation" adds 1 - a to the losses; the authors' trainer has no such loss. Nothing is timed, so
+the machine may be busy.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ FIRST = next(iter(SWITCHES))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Target, data, start, and how long."""
+    """Adds the arguments for target, data, starting heads and length of training."""
     add_generation_arguments(parser, None, prompts=["chats"], repeats=None)
     parser.add_argument("--data", required=True, help="as `train_data` of a recipe: file, folder or Hub id")
     parser.add_argument("--warm_start", default="model_cards/eagle", help="EAGLE heads that all start from")
@@ -66,8 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def train(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace, name: str, seed: int
 ) -> tuple[DraftHead, float]:
-    """POSS heads trained from the warm start, and their mean loss over the last tenth of the steps. All switches and
-    seeds begin with the same weights."""
+    """Trains POSS heads from the warm start, and returns them with their mean loss over the last tenth of the steps.
+    All switches and seeds start from the same weights."""
     set_seed(0)
     count, positions = args.specialists
     heads = AutoDraftHead.from_target(
@@ -89,7 +90,7 @@ def train(
 
 
 def training_arguments(args: argparse.Namespace, name: str, seed: int) -> dict[str, Any]:
-    """The recipe's, with one switch."""
+    """Returns the recipe's training arguments with one switch changed."""
     common = {
         "max_steps": args.steps, "per_device_train_batch_size": args.examples, "max_length": args.max_length,
         "learning_rate": args.learning_rate, "lr_scheduler_type": "linear", "adam_beta2": 0.95, "weight_decay": 0.01,
@@ -104,7 +105,7 @@ def measure_one(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Inputs], args: argparse.Namespace,
     name: str, seed: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """One training: its loss, and tau with what it is made of."""
+    """Runs one training. Returns its loss, and tau with the counts it is computed from."""
     heads, loss = train(target, tokenizer, args, name, seed)
     heads.adaptive = False
     drafting = with_tree(heads.bind(target), args.tree, args.specialists[0] * args.specialists[1])
@@ -115,7 +116,7 @@ def measure_one(
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Every switch with every seed."""
+    """Trains every switch with every seed."""
     target, tokenizer = load_target(args)
     prompts = load_prompts(args.prompts, tokenizer, args.limit)
     measured = {
@@ -130,7 +131,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- the table
 def table(result: Result) -> str:
-    """tau of every switch, over seeds and of each, and its difference from the recipe's."""
+    """One row per switch: mean tau over seeds, tau of each seed, and the difference from the recipe."""
     recipe = pooled(result["switches"][FIRST])
     rows = []
     for name, seeds in result["switches"].items():
@@ -149,6 +150,6 @@ def table(result: Result) -> str:
 
 
 def pooled(seeds: Sequence[Result]) -> Counts:
-    """Tokens and rounds of every prompt, all seeds one after the other."""
+    """Returns the tokens and rounds of every prompt, of all seeds one after the other."""
     counts = [counts_from(one["counts"]) for one in seeds]
     return [t for tokens, _ in counts for t in tokens], [r for _, rounds in counts for r in rounds]

@@ -1,1 +1,1 @@
-"""Draft trees against each other."""
+"""Comparisons of draft trees."""

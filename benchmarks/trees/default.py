@@ -1,17 +1,17 @@
-"""What users get who choose nothing, against the best draft tree of an exhaustive grid, with the same heads.
+"""Draft trees that the engine chooses by default, against the best tree of an exhaustive grid, with the same heads.
 
     python -m benchmarks default --heads model_cards/poss3 model_cards/eagle model_cards/medusa
     python -m benchmarks default --batch_sizes 1 4 8 --temperatures 0 1 --contexts 128 1024
     python -m benchmarks default --shape llama-100m --tau 2 3 5  # random weights, acceptance by a stub
     python -m benchmarks --render  # draws docs/images/default_against_grid.png from default.json
 
-In every setting (heads, batch, temperature, context) the grid runs on the same prompts in stages: each keeps the
-fastest trees and measures them on more prompts, every round drafting. In the end its best, heads as they are loaded,
-with the engine's own choice of trees, and plain generation run against each other in turns. The engine begins every
-setting without any knowledge of it. What it learns by trying is part of its time: that of the first pass over the
-prompts, where it learns most, is told apart from that of the later passes. Of these the ratio to the best is told with
-its interval over prompts and passes. How fast larger forwards are beside smaller ones changes from hour to hour on
-some machines, and with it which tree is the best: no interval of one run knows of that.
+In every setting (heads, batch, temperature, context) the grid runs on the same prompts in stages. Each stage keeps the
+fastest trees, which the next one measures on more prompts, drafting in every round. Finally three sides take turns:
+the best tree of the grid; the heads as loaded, with the engine's own choice of trees; and plain generation. The engine
+starts every setting without prior knowledge, and the time it spends on trying trees counts. The first pass over the
+prompts, in which it learns most, is reported separately from the later passes; for these, the ratio to the best tree
+comes with an interval over prompts and passes. On some machines the relative speed of larger and smaller forwards
+changes from hour to hour, and with it the best tree. The interval of a single run does not include this variation.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ..speed.compiled import acceptance_of
 from .grid import add_grid_arguments, fastest, grid
 
 DEFAULT, BEST = "default", "best of the grid"
-STAGES = ((8, 1, 1), (3, 4, 1))  # trees to keep, prompts or batches, repeats
-ENOUGH = 0.95  # of the grid's best, by which settings are counted
+STAGES = ((8, 1, 1), (3, 4, 1))  # (trees to keep, prompts or batches, repeats) of each stage
+ENOUGH = 0.95  # a setting passes if the default reaches this share of the best tree's speed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, prompts, settings, and trees of the grid."""
+    """Adds the arguments for the pair, prompts, settings and trees of the grid."""
     setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.set_defaults(limit=8, max_new_tokens=96, repeats=4)
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1])
@@ -60,13 +60,14 @@ def measure_setting(
     target: PreTrainedModel, make_heads: Callable[[], DraftHead], batches: list[Inputs], temperature: float,
     args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
-    """The grid, then its best, the default and plain generation: a first pass over the prompts, and later ones."""
+    """Finds the best tree of the grid, then measures it, the default and plain generation: one first pass over the
+    prompts, and later passes."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
     drafting, left_alone = make_heads(), make_heads()
     drafting.adaptive, left_alone.adaptive = False, True
     trees = grid(args, drafting.max_draft_positions)
     best = fastest(target, drafting, trees, batches, args.max_new_tokens, STAGES, **sampling)
-    left_alone.config.tree_config = left_alone.config.tuned = None  # as heads that nobody has ever tuned
+    left_alone.config.tree_config = left_alone.config.tuned = None  # the state of heads that were never tuned
     left_alone.forget_tree()
     heads = {DEFAULT: left_alone, BEST: drafting.with_tree(**best.to_dict())}
     sides = plain_and(heads, **TO_THE_END, **sampling)
@@ -83,10 +84,11 @@ def measure_setting(
 
 
 def _shares(runs: dict[str, list[list[Run]]]) -> dict[str, Any]:
-    """Of the grid's best, or of plain generation where that is faster, and of plain generation."""
+    """Returns the default's speed relative to plain generation, and relative to the faster of plain generation and the
+    grid's best tree."""
     over_plain, over_best = (speed_ratio(runs[DEFAULT], runs[side]) for side in (PLAIN, BEST))
     over_grid = min(over_plain, over_best, key=lambda one: one.mean)
-    known = math.isfinite(over_grid.low)  # of more than one run
+    known = math.isfinite(over_grid.low)  # a single run has no interval
     return {
         "default_over_grid": over_grid.mean,
         "interval": [over_grid.low, over_grid.high] if known else None,
@@ -95,12 +97,12 @@ def _shares(runs: dict[str, list[list[Run]]]) -> dict[str, Any]:
 
 
 def variant(args: argparse.Namespace) -> str:
-    """Random weights are a result of their own."""
+    """Stores results of random weights under a name of their own."""
     return "shape" if args.shape else ""
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """All settings."""
+    """Measures all settings."""
     measured = measure_shape(args) if args.shape else measure_pair(args)
     intervals = [one["interval"] for one in measured if one["interval"]]
     return {
@@ -115,7 +117,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_pair(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All heads at all batch sizes, temperatures and contexts."""
+    """Measures all heads at all batch sizes, temperatures and contexts."""
     target, tokenizer = setup.load_target(args)
     prompts = setup.load_prompts(args.prompts, tokenizer, args.limit)
     measured = []
@@ -133,13 +135,16 @@ def measure_pair(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure_shape(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Heads of random weights, greedy, whose favourites are right for as many positions as give a tau."""
+    """Measures heads with random weights, greedy. A stub makes their drafts right as often as each `--tau`
+    requires."""
     target, _, [prompt, *_] = setup.random_pair(args, args.device)
     text = generate_text(target, prompt, max_new_tokens=args.max_new_tokens, **TO_THE_END)
     measured = []
     for method, tau in itertools.product(args.methods, args.tau):
 
-        def make_heads(method: str = method) -> DraftHead:  # anew, knowing nothing of earlier ones
+
+        # new heads for each call, without knowledge from earlier ones
+        def make_heads(method: str = method) -> DraftHead:
             return setup.random_head(target, method, args.depth).bind(target)
 
         with acceptance_of(tau, text):
@@ -151,7 +156,7 @@ def measure_shape(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def setting_of(one: Result) -> str:
-    """A setting in words."""
+    """Describes a setting in words."""
     how = "greedy" if one["temperature"] == 0 else f"temperature {one['temperature']:g}"
     context = "" if one["context"] is None else f", {one['context']} tokens before"
     return f"{one['heads']}, batch {one['batch']}, {how}{context}"
@@ -163,7 +168,7 @@ def _with_interval(one: Result) -> str:
 
 
 def table(result: Result) -> str:
-    """Rows are settings."""
+    """One row per setting."""
     columns = {
         "setting": setting_of, "default": lambda one: speed_up(one["sides"][DEFAULT]),
         "best of the grid": lambda one: speed_up(one["sides"][BEST]), "": lambda one: draft_tree(one["tree"]),

@@ -1,4 +1,4 @@
-"""Many trees against each other: a grid of them, stages that keep the fastest, and prompts to tune on."""
+"""Tools to compare many trees: a grid, stages that keep the fastest trees, and prompts to tune on."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from ..results import Result
 from ..setup import Inputs, load_pair, load_prompts
 from ..sides import compare, plain_and
 
-TOGETHER = 6  # trees measured next to the same plain generations
+TOGETHER = 6  # number of trees measured next to the same plain generations
 
 
 def add_grid_arguments(parser: argparse.ArgumentParser, **sizes: Sequence[int]) -> None:
-    """Of which trees the grid is made, with defaults: `depths`, `top_k` and `total_tokens` of dynamic ones, and depths
-    of `chains`."""
+    """Adds arguments for the trees of the grid, with their defaults: `depths`, `top_k` and `total_tokens` of dynamic
+    trees, and the depths of `chains`."""
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, nargs="*", default=default, help="of trees of the grid")
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser, limit: int) -> None:
-    """On which prompts trees are made: others than those they are compared on."""
+    """Adds arguments for the prompts that trees are made on. They differ from the prompts that trees are compared
+    on."""
     parser.add_argument("--tuning", nargs="+", default=["chats_tuning"], help="prompt sets to make trees on")
     parser.add_argument("--tuning_limit", type=int, default=limit, help="use only the first N of every such set")
 
 
 def of_all_heads(measure_heads: Callable[..., Result]) -> Callable[[argparse.Namespace], Result]:
-    """Makes `measure_heads(target, heads, prompts, tuning, args)` a measurement of all heads by name; `tuning` are the
-    token ids of prompts to make trees on, int64 [1, T] each."""
+    """Turns `measure_heads(target, heads, prompts, tuning, args)` into a measurement of all heads by name. `tuning`
+    holds the token ids of the prompts to make trees on, int64 [1, T] each."""
 
     def measure(args: argparse.Namespace) -> Result:
         target, heads, prompts = load_pair(args, every_round=True)
@@ -47,14 +48,14 @@ def of_all_heads(measure_heads: Callable[..., Result]) -> Callable[[argparse.Nam
 
 
 def published_static(deepest: int | None) -> DraftTreeConfig:
-    """EAGLE-1's static tree, no deeper than the heads draft."""
+    """Returns EAGLE-1's static tree, cut to the depth that the heads can draft (`None`: any depth)."""
     choices = tuple(path for path in EAGLE_CHOICES if deepest is None or len(path) <= deepest)
     return DraftTreeConfig(kind="static", choices=choices)
 
 
 def grid(args: argparse.Namespace, deepest: int | None) -> list[DraftTreeConfig]:
-    """Chains and dynamic trees, none deeper than the heads draft, none with more nodes than its levels hold or fewer
-    than a path needs."""
+    """Returns chains and dynamic trees. Leaves out trees that are deeper than the heads can draft, have more nodes
+    than their levels hold, or have fewer nodes than a full path needs."""
     trees = [DraftTreeConfig(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1) for depth in args.chains]
     trees += [
         DraftTreeConfig(depth=depth, top_k=top_k, total_tokens=total)
@@ -68,7 +69,7 @@ def compare_trees(
     target: PreTrainedModel, heads: DraftHead, trees: dict[str, DraftTreeConfig], prompts: list[Inputs],
     max_new_tokens: int, repeats: int, **sampling: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Named trees and plain generation, taking turns; every tree with what it measured."""
+    """Compares named trees and plain generation, taking turns. Returns every tree with its measurements."""
     sides = plain_and({name: heads.with_tree(**tree.to_dict()) for name, tree in trees.items()}, **sampling)
     found = compare(target, sides, prompts, max_new_tokens, repeats)
     return {name: {"tree": tree.to_dict(), **found[name]} for name, tree in trees.items()}
@@ -78,16 +79,16 @@ def fastest(
     target: PreTrainedModel, heads: DraftHead, trees: list[DraftTreeConfig], prompts: list[Inputs],
     max_new_tokens: int, stages: Sequence[tuple[int, int, int]], **sampling: Any,
 ) -> DraftTreeConfig:  # fmt: skip
-    """The tree that is left after all stages.
+    """Returns the tree that remains after all stages.
 
     Args:
         target: The target.
-        heads: Its heads.
-        trees: Where to begin. A few at a time run next to plain generations.
+        heads: Its draft heads.
+        trees: The trees to start with. Groups of a few trees run next to plain generations.
         prompts: Prompts.
         max_new_tokens: Tokens per prompt.
-        stages: Trees to keep, prompts, and repeats of every stage.
-        **sampling: Options of a sampled run; greedy without.
+        stages: For every stage: trees to keep, number of prompts, and repeats.
+        **sampling: Options of sampling; greedy without any.
     """
     for keep, num_prompts, repeats in stages:
         rows: list[dict[str, Any]] = []

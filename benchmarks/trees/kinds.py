@@ -2,8 +2,8 @@
 
     python -m benchmarks kinds --heads model_cards/eagle model_cards/medusa
 
-The optimal tree is searched first, on the tuning prompts, from measured costs and acceptance (`search_tree`); chain
-and dynamic tree are as deep, the dynamic one has as many nodes. The static tree is EAGLE-1's.
+First the optimal tree is searched on the tuning prompts, from measured costs and acceptance (`search_tree`). The chain
+and the dynamic tree get the same depth, and the dynamic tree the same number of nodes. The static tree is EAGLE-1's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .grid import add_tuning_arguments, compare_trees, of_all_heads, published_s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, and prompts to compare and to search on."""
+    """Adds the arguments for the pair and for the prompts to compare and to search on."""
     add_generation_arguments(parser, heads=["eagle"], prompts=["chats"])
     add_tuning_arguments(parser, limit=6)
 
@@ -32,7 +32,8 @@ def measure(
     target: PreTrainedModel, heads: DraftHead, prompts: list[Inputs], tuning: list[torch.Tensor],
     args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
-    """A tree of every kind, none deeper than the heads draft, and what the search expected of the optimal one."""
+    """Measures one tree of every kind, none deeper than the heads can draft, and records what the search expected of
+    the optimal tree."""
     found = search_tree(target, heads, tuning, max_nodes=24)
     depth, nodes, top_k = found.tree.depth, found.tree.total_tokens, max(found.tree.top_k, 2)
     trees = {
@@ -47,7 +48,7 @@ def measure(
 
 
 def table(result: Result) -> str:
-    """One row per head and kind of tree; for the optimal tree also what the search expected."""
+    """One row per head and kind of tree. For the optimal tree, the last column shows what the search expected."""
     columns = {
         "draft tree": lambda side: draft_tree(side["tree"]), "tau": ("acceptance_length", 2),
         "speed-up (range)": speed_up, "same text": same_text, "search": _expected,

@@ -1,12 +1,13 @@
-"""The engine's own choice of trees, replayed on recorded drafts and timed rounds, many times over by a noisy clock.
+"""The engine's choice of trees, replayed many times on recorded drafts and round times, with a simulated noisy clock.
 
     python -m benchmarks replay --heads model_cards/poss3-longer model_cards/eagle model_cards/dspark
 
-`default` generates with it, and sees one course of events, in which the choice and the machine both have their luck.
-Here the heads draft once at every place of every text, and rounds of a few trees are timed once. What rounds over any
-tree would have cost and given, wherever they had begun, follows from that; so the engine's choice can be tried on the
-same texts in many orders, by clocks that are now fast and now slow and stall sometimes. It is compared with the best
-of the trees it chooses from, and chains of the depths it does not have, each drafted in every round.
+The benchmark `default` runs the engine's choice only once, so luck in the choice and in the machine's speed affects
+the result. Here the heads draft once at every place of every text, and rounds of a few trees are timed once. From
+these records follows what a round over any tree would have cost and accepted, wherever it started. The engine's choice
+can therefore be replayed on the same texts in many orders, with clocks that drift, fluctuate and sometimes stall. It
+is compared with drafting a single tree in every round: the best among the trees it chooses from and chains of the
+depths that it does not have.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ from ..results import Result, column_table, draft_tree, footnote
 from ..setup import Inputs
 from ..sides import TO_THE_END
 
-SEEDS, PASSES = 16, 3  # courses of events; passes over the texts in each
-KEEPS = 0.98  # of how fast or slow the machine is, from round to round
-FIRST_TAKES = 1.3  # times as long, the first round over so many nodes
-STALLED = (1.5, 6.0)  # times as long rounds take that stall
+SEEDS, PASSES = 16, 3  # simulated courses of events, and passes over the texts in each
+KEEPS = 0.98  # share of the machine's deviation in speed that carries over to the next round
+FIRST_TAKES = 1.3  # factor on the time of the first round over each number of nodes
+STALLED = (1.5, 6.0)  # range of the factor on the time of a stalled round
 ENDING, SEVERAL = "chains that end where they like", "chains of several depths"
 WIDEST = max(top_k for _, top_k, _ in DYNAMIC_TREES)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """How far its clock may be trusted.
+    """Reliability of a simulated machine's clock.
 
     Attributes:
-        noise: Of a round.
-        drift: Of how fast it is.
+        noise: Standard deviation of the logarithm of a round's time.
+        drift: Standard deviation of the logarithm of the machine's slowly varying speed.
         stalls: Share of rounds that stall.
     """
 
@@ -67,14 +68,14 @@ MACHINES = {"calm": Machine(0.04, 0.08, 0.01), "shared with others": Machine(0.1
 
 @dataclass(frozen=True)
 class Recording:
-    """What rounds that begin at any place of some texts cost and give.
+    """Costs and accepted drafts of rounds that start at any place of some texts.
 
     Attributes:
-        drafts: Of the heads, at every place.
+        drafts: Drafts of the heads at every place.
         rounds: Seconds of rounds.
-        plain_seconds: Of a plain step.
-        begins: Place at which every text begins, and after all the end of the last.
-        one_forward: The heads draft all positions in one forward.
+        plain_seconds: Seconds of a plain step.
+        begins: Place at which every text begins, followed by the end of the last text.
+        one_forward: Whether the heads draft all positions in one forward.
     """
 
     drafts: RecordedDrafts
@@ -85,12 +86,13 @@ class Recording:
 
     @cached_property
     def favourites(self) -> list[int]:
-        """How many of the heads' favourites in a row are right, by place."""
+        """Number of the heads' favourites that are right in a row, by place."""
         return (self.drafts.true_ranks == 0).long().cumprod(dim=1).sum(dim=1).tolist()
 
     @cached_property
     def sureness(self) -> list[list[float]]:
-        """Log-probabilities of the links of a chain of favourites, by place; fewer where it is no frontier's."""
+        """Log-probabilities of the links of the chain of favourites, by place. The list ends early where the chain
+        leaves the recorded frontier."""
         drafts, found = self.drafts, []
         for place in range(len(drafts.true_ranks)):
             slot, before, links = 0, 0.0, []
@@ -107,13 +109,13 @@ class Recording:
         return found
 
     def told(self, place: int, tree: DraftTreeConfig, depth: int, accepted: int) -> Favourites:
-        """What a round over a tree tells of its favourites.
+        """Returns what a round over a tree reveals about the heads' favourites.
 
         Args:
-            place: Where it begins.
+            place: Where the round starts.
             tree: The tree.
-            depth: Links of its favourites.
-            accepted: How many of all its drafts are right.
+            depth: Links of the chain of favourites.
+            accepted: Number of drafts that the round accepts.
         """
         right = self.favourites[place]
         if right >= depth:
@@ -126,24 +128,24 @@ class Recording:
         )
 
     def accepted(self, tree: DraftTreeConfig) -> list[int]:
-        """Drafts of a tree that are accepted, by place."""
+        """Returns the number of accepted drafts of a tree, by place."""
         if tree.kind == "chain":
             return [min(number, tree.depth) for number in self.favourites]
         return replay_dynamic(self.drafts, tree.depth, tree.top_k).accepted(tree.total_tokens).tolist()
 
     def seconds(self, tree: DraftTreeConfig) -> float:
-        """Of a round."""
+        """Returns the seconds of a round over a tree."""
         if tree.kind == "chain":
             return self.rounds.of_chain(tree.depth)
         return self.rounds.of_dynamic(tree.depth, tree.top_k, tree.total_tokens)
 
     def seconds_of_links(self, drafted: int, kept: int) -> float:
-        """Of a round over a chain of which the newest link may not be verified."""
+        """Returns the seconds of a round over a chain that drafted `drafted` links and verifies `kept` of them."""
         drafting = interpolate(self.rounds.chain_draft, drafted)
         return drafting + interpolate(self.rounds.chain_target, kept + 1) + self.rounds.other
 
     def always(self, tree: DraftTreeConfig | None) -> float:
-        """Seconds of all texts, where every round drafts the tree; none, where all are plain steps."""
+        """Returns the seconds for all texts if every round drafts this tree; with `None`, if all steps are plain."""
         if tree is None:
             return self.plain_seconds * self.begins[-1]
         accepted, rounds = self.accepted(tree), 0
@@ -154,7 +156,7 @@ class Recording:
 
 
 def record(target: PreTrainedModel, heads: DraftHead, prompts: list[Inputs], new_tokens: int) -> Recording:
-    """Drafts and times of a pair."""
+    """Records the drafts and times of a pair."""
     ids = [inputs["input_ids"] for inputs in prompts]
     deepest = max(farthest_chain(heads, target), *CHAIN_DEPTHS)
     drafts = record_drafts(target, heads, ids, deepest, WIDEST, new_tokens, **TO_THE_END)
@@ -168,15 +170,15 @@ def record(target: PreTrainedModel, heads: DraftHead, prompts: list[Inputs], new
 
 
 class Clock:
-    """Makes true seconds into measured ones."""
+    """Turns true seconds into simulated measured ones."""
 
     def __init__(self, rng: random.Random, machine: Machine):
         self.rng, self.machine, self.speed = rng, machine, 0.0
         self.seen: set[int] = set()
 
     def measures(self, seconds: float, nodes: int = 1) -> float:
-        """A machine that is now faster and now slower, with noise and stalls; the first round over so many nodes makes
-        what later ones find made."""
+        """Returns a simulated measurement of `seconds`: the machine's speed drifts, and rounds are noisy and sometimes
+        stall. The first round over each number of nodes takes longer, as it prepares what later rounds reuse."""
         seconds *= 1.0 if nodes in self.seen else FIRST_TAKES
         self.seen.add(nodes)
         self.speed = KEEPS * self.speed + self.machine.drift * math.sqrt(1 - KEEPS**2) * self.rng.gauss(0, 1)
@@ -187,12 +189,12 @@ class Clock:
 def passes(
     recording: Recording, menu: tuple[DraftTreeConfig, ...], ending: bool, machine: Machine, seed: int
 ) -> Iterator[float]:
-    """True seconds of every pass over the texts, in a course of events of its own."""
+    """Yields the true seconds of every pass over the texts, in one simulated course of events."""
     rng = random.Random(seed)
     clock, pace = Clock(rng, machine), Pace(menu, ending=ending)
     accepted = [recording.accepted(tree) for tree in menu]
     texts = list(zip(recording.begins, recording.begins[1:], strict=False))
-    rng.shuffle(texts)  # whether an easy text comes first or a hard one is luck, too
+    rng.shuffle(texts)  # the order of easy and hard texts is random, too
     for _ in range(PASSES):
         spent = 0.0
         for begin, end in texts:
@@ -205,17 +207,17 @@ def passes(
 
 @dataclass
 class Text:
-    """What the engine knows of the text at hand."""
+    """What the engine knows about the current text."""
 
     tally: TextTally = field(default_factory=TextTally)
     moods: list[float | None] = field(default_factory=lambda: [None])
-    drafted: bool = False  # the first draft takes in the prompt, which is no measure
+    drafted: bool = False  # the first draft also takes in the prompt, so its time is no measure of a round
 
 
 def _round(
     recording: Recording, pace: Pace, clock: Clock, text: Text, accepted: list[list[int]], place: int
 ) -> tuple[float, int]:
-    """Seconds and accepted drafts."""
+    """Simulates one round. Returns its true seconds and its number of accepted drafts."""
     choice = pace.choose(place, text.tally)
     if choice == PLAIN:
         pace.record_plain(clock.measures(recording.plain_seconds))
@@ -240,7 +242,8 @@ def _round(
 
 
 def _link_by_link(recording: Recording, reach: Reach, place: int) -> tuple[float, int]:
-    """Seconds and accepted drafts of a chain that ends where it likes."""
+    """Simulates a chain whose length the engine decides link by link. Returns seconds and number of accepted
+    drafts."""
     for sureness in recording.sureness[place]:
         if not reach.keeps([sureness]) or not reach.goes_on():
             break
@@ -250,13 +253,13 @@ def _link_by_link(recording: Recording, reach: Reach, place: int) -> tuple[float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair and prompts."""
+    """Adds the arguments for the pair and the prompts."""
     setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.set_defaults(limit=8, max_new_tokens=96)
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Every head."""
+    """Measures every head."""
     target, loaded, prompts = setup.load_pair(args, every_round=True)
     return {
         "heads": {
@@ -267,7 +270,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_heads(target: PreTrainedModel, heads: DraftHead, recording: Recording) -> dict[str, Any]:
-    """The engine's choice in many courses of events, next to the best tree of all."""
+    """Compares the engine's choice, in many courses of events, with the best fixed tree."""
     deepest, farthest = heads.max_draft_positions, farthest_chain(heads, target)
     begins = default_tree(heads.device, heads.published_tree, deepest)
     at_once = heads.drafts_in_one_forward
@@ -290,14 +293,14 @@ def measure_heads(target: PreTrainedModel, heads: DraftHead, recording: Recordin
 
 
 def _shares(best: float, courses: list[list[float]]) -> dict[str, float]:
-    """Of the best tree's tokens per second, what a choice has reached."""
+    """Returns the speeds that the engine's choice reached, as shares of the best tree's tokens per second."""
     later = [best * (PASSES - 1) / sum(course[1:]) for course in courses]
     first = statistics.mean(best / course[0] for course in courses)
     return {"first": first, "later": statistics.mean(later), "least": min(later)}
 
 
 def table(result: Result) -> str:
-    """Rows are heads and ways to choose."""
+    """One row per head, way to choose and simulated machine."""
     rows = [
         {"heads": name, "how": how, "machine": machine, **found, **shares}
         for name, found in result["heads"].items()

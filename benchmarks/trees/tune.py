@@ -1,11 +1,11 @@
-"""Tuned draft trees against the default, the published one and the best of an exhaustive grid, with the same heads.
+"""Tuned draft trees against the default, the published tree and the best of an exhaustive grid, with the same heads.
 
     python -m benchmarks tune --heads model_cards/poss3 model_cards/eagle model_cards/eagle3 model_cards/medusa
 
-`heads.tune` sees prompts of the same kind, and none of those that trees are compared on (`--tuning`). The grid runs on
-the latter, in stages: every stage measures the trees still there on more prompts and keeps the fastest. In the end its
-best, the tuned tree, the tree saved with the heads, the default of the device and the method's published tree run
-against each other in alternation.
+`heads.tune` sees prompts of the same kind (`--tuning`), but none of those that the trees are compared on. The grid
+runs on the latter in stages: every stage measures the remaining trees on more prompts and keeps the fastest. Finally
+the grid's best tree, the tuned tree, the tree saved with the heads, the default of the device and the method's
+published tree are compared in alternation.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ..setup import Inputs, add_generation_arguments
 from . import grid
 from .grid import compare_trees, fastest, of_all_heads, published_static
 
-# Trees to keep, prompts and repeats of the grid's stages.
+# (trees to keep, prompts, repeats) of each stage of the grid.
 STAGES = ((12, 1, 1), (4, 4, 1))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The pair, prompts to compare and to tune on, and trees."""
+    """Adds the arguments for the pair, the prompts to compare and to tune on, and the trees."""
     add_generation_arguments(parser, heads=["poss3"], prompts=["chats"])
     parser.set_defaults(limit=10, max_new_tokens=64)
     grid.add_tuning_arguments(parser, limit=12)
@@ -43,7 +43,7 @@ def measure(
     target: PreTrainedModel, heads: DraftHead, prompts: list[Inputs], tuning: list[torch.Tensor],
     args: argparse.Namespace,
 ) -> dict[str, Any]:  # fmt: skip
-    """One head: what tuning promised and took, and the final comparison."""
+    """Measures one head: the result and cost of tuning, and the final comparison."""
     saved, deepest = heads.tree_config, heads.max_draft_positions
     tuned = heads.tune(target, tuning, max_new_tokens=args.max_new_tokens, repeats=args.repeats)
     print(tuned, file=sys.stderr, flush=True)
@@ -67,7 +67,7 @@ def measure(
 
 
 def table(result: Result) -> str:
-    """Tuned, grid's best, saved, default and published trees of each head."""
+    """One row per head and tree: tuned, best of the grid, saved, default and published."""
     columns = {
         "": lambda row: draft_tree(row["tree"]), "tau": ("acceptance_length", 2),
         "tokens/s": ("tokens_per_second", 1), "speed-up": ("speed_up", 2, "x"), "same text": same_text,

@@ -201,7 +201,7 @@ class DFlash2Head(BlockHead):
 
     # ------------------------------------------------------------------ training
     def unroll(self, rows: TrainingRows, num_passes: int) -> Iterator[DraftedPass]:
-        """Pass i yields the slots of draft position i as rows [h_s ; A[y]], where y is the true token before the slot."""
+        """Pass i yields the slots of draft position i as rows [h_s ; A[y]]; y is the true token before the slot."""
         slots, anchors = self.drafted_slots(rows), rows.anchor_rows().clamp_min(0)
         for position in range(num_passes):
             hidden = slots[:, :, position + self.config.first_slot]

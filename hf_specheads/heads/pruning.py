@@ -54,7 +54,7 @@ class PrunableVocabulary(DraftingContract, nn.Module):
     # ------------------------------------------------------------------ what drafting uses
     @property
     def draft_vocabulary(self) -> torch.Tensor | None:
-        """Token ids that the draft logits stand for, int64 [Vd], ascending; `None` for heads that draft over all of V."""
+        """Token ids that the draft logits stand for, int64 [Vd], ascending; `None` for heads that draft all of V."""
         return self.trained_vocabulary if self.pruned_token_ids is None else self.pruned_token_ids
 
     def project(self, hidden: torch.Tensor, index: int = 0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Devices other than the CPU: `on_accelerator.py` in a process of its own, on CUDA or on an emulation of it."""
+"""Devices other than the CPU. Runs `on_accelerator.py` in a process of its own, on CUDA or on an emulation of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention that takes no mask of numbers: flex attention's block masks, and kernels that know causal order only."""
+"""Attention without additive masks: flex attention with block masks, and kernels that only support causal order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ FAMILIES = ["llama", "qwen2-window"]
 
 @pytest.fixture
 def uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers compiles it, for minutes; as it is, it computes the same."""
+    """Replaces transformers' compiled flex attention by the uncompiled one. Compiling takes minutes, and the results
+    are the same."""
     monkeypatch.setattr(
         integration,
         "compile_friendly_flex_attention",
@@ -34,8 +35,8 @@ def uncompiled_flex(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def causal_kernel(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs):
-    """What a kernel of the flash kind computes: causal order from the end of the keys, a window, and a mask of padding
-    [B, T] at most; written out."""
+    """Computes what a flash-attention kernel computes: causal order counted from the end of the keys, a window, and at
+    most a padding mask [B, T]."""
     assert attention_mask is None or (attention_mask.dim() == 2 and attention_mask.shape[1] == key.shape[2])
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -51,7 +52,7 @@ def causal_kernel(module, query, key, value, attention_mask, scaling=None, slidi
 
 @pytest.fixture
 def causal_stand_in() -> str:
-    """Registered as the kernels are that are fetched from the Hub."""
+    """Registers the kernel in the same way as kernels from the Hub."""
     AttentionInterface.register("causal_stand_in", causal_kernel)
     AttentionMaskInterface.register("causal_stand_in", flash_attention_mask)
     return "causal_stand_in"
@@ -63,7 +64,7 @@ def oracle(target, inputs: dict[str, torch.Tensor], texts: torch.Tensor, **tree:
 
 def test_block_masks_look_rows_up():
     allowed = torch.rand(2, 5, 300, generator=torch.Generator().manual_seed(0)) > 0.4
-    allowed[:, :, :140] = False  # a block that nobody sees
+    allowed[:, :, :140] = False  # a block that no row attends to
     blocks = masks.block_mask(allowed)
     batch, rows, slots = torch.meshgrid(*map(torch.arange, allowed.shape), indexing="ij")
     assert torch.equal(blocks.mask_mod(batch, torch.zeros_like(batch), rows, slots), allowed)
@@ -88,7 +89,7 @@ def test_trees_under_flex_attention(family, lengths, tree):
 @pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled_flex")
 def test_planted_bug_blocks_are_causal(monkeypatch):
-    """The control: nodes that see all before them see what is not on their path."""
+    """Control: nodes that attend to all nodes before them attend to nodes that are not on their path."""
     target = own_target("llama", attention="flex_attention")
     inputs, _ = batch_of((7,))
     expected = greedy(target, inputs)
@@ -110,7 +111,7 @@ def test_compiled_rounds_are_refused():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chains_need_no_mask(family, causal_stand_in):
-    """One sequence and several, whose chains begin at different places behind each other's padding."""
+    """Runs one sequence and several. In the batch, chains begin at different places behind each row's padding."""
     target = own_target(family)
     target.set_attn_implementation(causal_stand_in)
     for lengths in ((19,), (19, 4, 12)):
@@ -129,6 +130,6 @@ def test_trees_are_refused_where_a_kernel_takes_no_mask(causal_stand_in):
     with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match="set_attn_implementation"):
         greedy(target, inputs, assistant_model=oracle(target, inputs, inputs["input_ids"]))
     assert forwards.count == 0
-    heads = random_heads(target)  # of which nobody has chosen a tree: chains
+    heads = random_heads(target)  # without a tree of the user's choice, heads draft chains
     heads.forget_tree()
     assert torch.equal(greedy(target, inputs, assistant_model=heads), greedy(target, inputs))

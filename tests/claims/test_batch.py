@@ -1,4 +1,5 @@
-"""Batches: every row is what it is alone, whatever the other rows accept, where it ends and how it is padded."""
+"""Batches: every row gives the same text as alone, whatever the other rows accept, where it ends and how it is
+padded."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_rows_equal_themselves_alone(family):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_caches_grow_in_the_middle_of_a_text(rows, monkeypatch):
-    """Past the slots a cache starts with, twice."""
+    """Lets the text exceed the slots that a cache starts with, twice."""
     monkeypatch.setattr(target_cache, "FIRST_SLOTS", FEW_SLOTS)
     target = shared_target("qwen2-window", max_position_embeddings=4096)
     inputs, alone = batch_of((9, 5, 7)[:rows])
@@ -78,11 +79,13 @@ SLOW = [
 
 @pytest.mark.parametrize("method", ["eagle", "hydra", "domino", *SLOW])
 def test_drafts_of_a_row_do_not_depend_on_the_others(method):
-    """What a row accepts in a batch is what it accepts alone: padding and ragged rounds do not reach the draft."""
+    """A row accepts in a batch what it accepts alone: neither padding nor the ragged rounds of other rows affect its
+    draft."""
     target = shared_target("llama")
     inputs, alone = batch_of((19, 6, 13))
     heads = random_heads(target, method, TREES["dynamic"])
-    with torch.no_grad():  # as good a draft as an untrained one can be: it repeats what the target says
+    # makes the drafts as good as those of untrained heads can be: they repeat the target's tokens
+    with torch.no_grad():
         for name, weight in heads.named_parameters():
             if "layers" in name:
                 weight.mul_(0.3)
@@ -130,14 +133,14 @@ def test_rows_end_where_they_end_alone_and_cost_nothing_after():
 )
 def test_processors_that_read_the_text(options):
     target = shared_target("llama")
-    inputs, alone = batch_of((8, 8, 8))  # plain generate penalises padding like text, so there is none
+    inputs, alone = batch_of((8, 8, 8))  # plain generate penalises padding like text, so the prompts have none
     expected = greedy(target, inputs, **options)
     for heads in (random_heads(target, "poss"), oracle(target, alone, alone_texts(target, alone))):
         assert torch.equal(greedy(target, inputs, assistant_model=heads, **options), expected)
 
 
 class Recorder:
-    """A streamer that keeps what it is given."""
+    """A streamer that records what it is given."""
 
     def __init__(self):
         self.put_values: list[list[int]] = []
@@ -175,7 +178,7 @@ def test_scores_and_logits_per_step():
 
 
 def test_rows_are_sampled_from_the_targets_distribution_whatever_is_drafted(monkeypatch):
-    """Round after round another tree of the menu: plain steps, favourites, drawn chains."""
+    """Chooses another tree of the menu in every round: plain steps, favourites, drawn chains."""
     target, samples, length, chosen = five_token_target(), 600, 4, []
     draw = random.Random(0)
 
@@ -195,7 +198,8 @@ def test_rows_are_sampled_from_the_targets_distribution_whatever_is_drafted(monk
             max_new_tokens=length, do_sample=True, top_k=0, temperature=0.8, assistant_model=heads,
         )  # fmt: skip
         counts.update(tuple(row) for row in got[:, PROMPT.shape[1] :].tolist())
-    pace = next(one for one in heads.memory[target].values() if isinstance(one, Pace))  # all have the same menu
+    # all memories have the same menu
+    pace = next(one for one in heads.memory[target].values() if isinstance(one, Pace))
     menus = {pace.menu[choice].children for choice in chosen if choice >= 0}
     assert menus == {"top_k", "sampled"} and -1 in chosen
     statistic, freedom = chi_square(counts, target_distribution(target, {"temperature": 0.8}, length), samples)
@@ -223,7 +227,7 @@ def test_every_row_is_sampled_from_the_targets_distribution(children, penalty, e
 
 
 def test_planted_bug_one_length_for_all_rows_changes_the_text(monkeypatch):
-    """The control: rows whose slots start at the longest row's see what is not theirs."""
+    """Control: if every row's slots start at the end of the longest row, rows attend to slots that are not theirs."""
     target = shared_target("llama")
     inputs, alone = batch_of()
     texts = alone_texts(target, alone)
@@ -236,7 +240,8 @@ def test_planted_bug_one_length_for_all_rows_changes_the_text(monkeypatch):
 
 
 class EndsAfter(StoppingCriteria):
-    """Ends a row at any of some tokens, once it is long enough: criteria of users must be asked after every token."""
+    """Ends a row that is long enough at any of some tokens. Such criteria of users must be called after every
+    token."""
 
     def __init__(self, length: int, tokens: set[int]):
         self.length, self.tokens = length, tokens

@@ -1,4 +1,5 @@
-"""Batches stop where plain generation stops: criteria see the same tokens, as often, whatever they look at or keep."""
+"""Batches stop where plain generation stops. Stopping criteria see the same tokens equally often, whatever they read
+or store."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ SAME_LENGTH = (8, 8, 8)  # plain generation lets criteria and processors read pa
 
 
 class Recorded(StoppingCriteria):
-    """Remembers every call: the tokens, and how many scores there were."""
+    """Records every call: the tokens, and the number of scores."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[list[int]], int | None]] = []
@@ -56,7 +57,7 @@ class OneBool(Recorded):
 
 
 class HasState(Recorded):
-    """A row ends when it has shown enough large tokens; what was seen is kept."""
+    """Ends a row that has shown enough large tokens. The criterion keeps a count between calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class LooksAtScores(Recorded):
 
 
 class OnlyOneRow(Recorded):
-    """Ends row 1 early; the others go on to their budget."""
+    """Ends row 1 early, while the others go on to their budget."""
 
     def ends(self, input_ids, scores):
         return torch.arange(len(input_ids)) == (1 if input_ids.shape[1] >= 13 else -1)
@@ -102,7 +103,7 @@ class Recorder:
 
 
 def outcome(kind: type[Recorded], inputs: dict, eos: Any, scores: bool, **options: Any) -> tuple[list, ...]:
-    """Tokens, what the criterion saw, what the streamer got."""
+    """Returns the tokens, the criterion's calls, and the values that the streamer got."""
     criterion, streamer = kind(), Recorder()
     asked = {"return_dict_in_generate": True, "output_scores": True} if scores else {"return_dict_in_generate": True}
     result = greedy(shared_target(), inputs, stopping_criteria=StoppingCriteriaList([criterion]), streamer=streamer,
@@ -131,7 +132,7 @@ def test_criteria_stop_a_batch_where_plain_generation_stops(kind, with_eos):
 
 @pytest.mark.parametrize("with_eos", [False, True], ids=["no eos", "eos"])
 def test_stop_strings(with_eos):
-    """Without an end-of-sequence token plain generation pads nothing: rows go on until all have met a string."""
+    """Without an end-of-sequence token, plain generation pads nothing: rows go on until all have met a stop string."""
     target, tokenizer = shared_target(), byte_tokenizer()
     inputs, alone = batch_of(SAME_LENGTH)
     full = alone_texts(target, alone)
@@ -145,7 +146,7 @@ def test_stop_strings(with_eos):
 
 # ---------------------------------------------------------------------- processors that hold something per row
 class Tries:
-    """One trie per row: other prefixes than its own are unknown to it."""
+    """One trie per row, which rejects prefixes of other rows."""
 
     def __init__(self, prompts: torch.Tensor):
         self.length = prompts.shape[1]
@@ -185,7 +186,7 @@ def test_one_trie_per_row(with_eos):
     [
         lambda: {"logits_processor": LogitsProcessorList(
             [RepetitionPenaltyLogitsProcessor(1.8, prompt_ignore_length=torch.tensor([2, 8, 5]))])},
-        # By default the scheme of the last case, which has something per row as well.
+        # The scheme of the last case is the default one, and it also keeps something per row.
         pytest.param(
             lambda: {"watermarking_config": WatermarkingConfig(bias=6.0, seeding_scheme="selfhash", context_width=2)},
             marks=pytest.mark.slow,
@@ -213,7 +214,7 @@ def test_watermarks_with_a_state_are_refused():
 # ---------------------------------------------------------------------- planted
 @pytest.mark.parametrize("kind", [CountsCalls, LooksAtTheFirst, HasState, OnlyOneRow])
 def test_planted_bug_criteria_are_asked_row_by_row(kind, monkeypatch):
-    """As before they were asked in step: every row on its own, out of step with the others."""
+    """Control: criteria are called row by row, out of step with the other rows."""
     init = StopRule.__init__
 
     def row_by_row(self, criteria, batch=1):

@@ -1,4 +1,4 @@
-"""Caches that are not the default one: plain decoding's text, or one sentence before any forward."""
+"""Caches other than the default one: the text of plain decoding, or a refusal in one sentence before any forward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FP8: dict[str, Any] = {"cache_implementation": "quantized", "cache_config": {"ba
 
 
 class Coarse(QuantizedLayer):
-    """Quantised in groups of rows, as quanto and HQQ do, which are not installed here."""
+    """Quantises in groups of rows, like quanto and HQQ, which are not installed here."""
 
     def _quantize(self, tensor, axis):
         return (tensor * 4).round() / 4
@@ -81,7 +81,8 @@ def refused(words: str, target, ids: torch.Tensor, tree: dict[str, Any], **optio
     assert forwards.count == 0
 
 
-# What a call with a cache gives: the texts of plain decoding with the same cache, or a sentence with these words.
+# Result of a call with each kind of cache: the same text as plain decoding with that cache, or a refusal with these
+# words.
 SAME = "the same text"
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "dynamic": {"tree": SAME, "chain": SAME, "batch": SAME, "batch of chains": SAME},
@@ -109,7 +110,7 @@ def test_the_table_has_all_there_are():
         for name, row in IMPLEMENTATIONS.items()
         for kind in row
         for family in ("llama", "qwen2-window")
-        if (name, family) != ("quantized", "qwen2-window")  # transformers quantises layers of full attention only
+        if (name, family) != ("quantized", "qwen2-window")  # transformers only quantises layers with full attention
     ],
 )
 def test_cache_implementations(name, kind, family):
@@ -134,7 +135,7 @@ def test_cache_implementations(name, kind, family):
     [("llama", False), ("qwen2-window", False), pytest.param("qwen2-window", True, marks=pytest.mark.slow)],
 )
 def test_a_static_cache_that_is_handed_in_and_given_back(family, compiled):
-    """Its buffers stay where they are, and hold what plain decoding leaves in them."""
+    """The buffers stay where they are, and hold what plain decoding leaves in them."""
     target = own_target(family) if compiled else shared_target(family)
     held: list[dict[str, torch.Tensor]] = []
     texts: list[torch.Tensor] = []
@@ -166,7 +167,7 @@ def test_what_is_refused():
     for tree in ({}, CHAIN):
         refused("class Coarse", target, ids, tree, past_key_values=coarse_cache(target))
     static = {"cache_implementation": "static"}
-    refused("StaticLayer", shared_target("bloom"), ids, CHAIN, **static)  # no room for what may be rejected
+    refused("StaticLayer", shared_target("bloom"), ids, CHAIN, **static)  # has no room for tokens that may be rejected
     heads = StubHead(target, ids, **CHAIN)
     heads.loop = "transformers"
     with pytest.raises(UnsupportedGenerationError, match="StaticLayer"):
@@ -174,7 +175,8 @@ def test_what_is_refused():
 
 
 def test_groups_of_rows_are_quantised_otherwise():
-    """Why they are refused: logits depend on how many tokens a forward has. Those of 8-bit floats do not."""
+    """Shows why these caches are refused: their logits depend on the number of tokens in a forward. Those of 8-bit
+    floats do not."""
     target = shared_target("llama")
     text = plain(target, prompt(), NEW)
     for make, same in ((coarse_cache, False), (lambda target: QuantizedCache("fp8", target.config), True)):
@@ -202,7 +204,7 @@ def target_of(family: str):
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("family", CONVERSATIONS)
 def test_conversations_in_batches(family, ends):
-    """A cache that is handed in, given back, and handed in again; rows that end before others are filled up."""
+    """A cache is passed in, given back, and passed in again. Rows that end before others are padded."""
     target, inputs = target_of(family), batch_of((19, 4, 12), vocab=90)[0]
     if ends:
         first = greedy(target, inputs)
@@ -216,7 +218,8 @@ def test_conversations_in_batches(family, ends):
         for turn in range(2):
             asked = dict(options)
             if with_heads:
-                # Heads see what is new to the cache: in the second turn no padding, and what came last in the first.
+                # Heads see what is new to the cache. In the second turn this is no padding, but the last token of the
+                # first turn.
                 starts = turn_inputs["attention_mask"].argmax(1) if turn == 0 else [texts[0].shape[1] - 1] * 3
                 truths = [text[start:] for text, start in zip(texts[turn], starts, strict=True)]
                 asked["assistant_model"] = StubHead(target, truths, MIXED, **CONVERSATIONS[family])
@@ -229,7 +232,7 @@ def test_conversations_in_batches(family, ends):
             ids = torch.cat([text, follow], dim=1)
             mask = torch.ones_like(ids)
             mask[:, :19] = inputs["attention_mask"]
-            if ends and turn == 0:  # what a row was filled up with is hidden
+            if ends and turn == 0:  # masks the padding after the end of a row
                 mask[:, 19 : text.shape[1]] = (text[:, 19:] != 0).long()
             turn_inputs = {"input_ids": ids, "attention_mask": mask}
         if with_heads:
@@ -251,7 +254,7 @@ def test_a_batch_gives_its_cache_back_in_a_dict():
 
 
 def test_an_interrupted_batch_of_a_recurrent_target_leaves_an_empty_cache():
-    """Which may be handed in again, whatever sequences had left the batch."""
+    """The empty cache can be passed in again, whatever sequences had left the batch."""
     target, inputs = target_of("qwen3_next"), batch_of((9, 4, 7), vocab=90)[0]
     cache, heads = DynamicCache(config=target.config), random_heads(target, **CHAIN)
     first = greedy(target, inputs)
@@ -263,7 +266,7 @@ def test_an_interrupted_batch_of_a_recurrent_target_leaves_an_empty_cache():
 
 
 def test_an_offloaded_cache(monkeypatch):
-    """Offloading wants an accelerator's streams; what counts is what the cache says of itself."""
+    """Real offloading needs an accelerator's streams, so the test only sets the cache's flag, which is what counts."""
     target, ids = shared_target("llama"), prompt()
     cache = DynamicCache(config=target.config)
     cache.offloading = True

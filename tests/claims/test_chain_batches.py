@@ -1,4 +1,4 @@
-"""Batches of targets that take chains only, recurrent ones among them: every row is plain decoding's."""
+"""Batches of targets that only take chains, including recurrent ones: every row equals plain decoding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_specheads.cache import recurrent
 from hf_specheads.target.recurrence import CONTINUE_FROM_STATES, COUNT_PADDING
 
 CHAIN: dict[str, Any] = {"kind": "chain", "depth": 4}
-# Besides recurrent targets: positions as biases, convolutions, masks of its own, chunked and sparse attention.
+# In addition to recurrent targets: position biases, convolutions, a target's own masks, chunked and sparse attention.
 OTHERS = ("bloom", "lfm2", "gpt_neo", "llama4_text", "glm_moe_dsa")
 IN_THE_DEFAULT_RUN = ("qwen3_next", "mamba2", "bloom", "lfm2")
 SMALL: dict[str, dict[str, Any]] = {
@@ -144,7 +144,7 @@ def test_prompts_in_chunks_and_as_embeddings(model_type, given, lengths):
 
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_offloaded_targets(model_type, tmp_path):
-    """Weights on disk, which come for each forward; the target says that it lies on no device."""
+    """The weights are on disk and loaded for each forward. Such a target reports no real device."""
     target = copy.deepcopy(target_of(model_type))
     inputs, _ = batch_of((9, 4), vocab=90)
     expected = greedy(target, inputs)
@@ -161,7 +161,8 @@ def test_offloaded_targets(model_type, tmp_path):
 
 # ---------------------------------------------------------------------- refused
 def test_padding_that_is_taken_in_is_refused():
-    """Of one sequence as of several; it gives other text indeed, which the control shows."""
+    """Targets that take in padding are refused, for one sequence as for several. The control shows that padding
+    changes their text."""
     target = target_of("deepseek_v4")
     for lengths in ((19, 16), (16,)):
         inputs, _ = batch_of(lengths, vocab=90)

@@ -1,4 +1,4 @@
-"""Compiled rounds: the same tokens, and nothing is compiled again after the first rounds."""
+"""Compiled rounds give the same tokens, and nothing is compiled again after the first rounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from hf_specheads.generation.compiled.rounds import SMALLEST_BUCKET, CompiledRou
 NEW = 24
 OTHERS = ("poss", "poss-lora", "eagle3", "medusa", "hydra", "draft-lm", "dflash", "jetspec", "dspark", "dflash2",
           "domino", "peagle", "mtp")  # fmt: skip
-KINDS_OF_STEPS = ("medusa",)  # in the default run beside EAGLE's layer per level: all levels at once
+# in the default run in addition to EAGLE, which has one step per level: Medusa drafts all levels in one step
+KINDS_OF_STEPS = ("medusa",)
 SLOW = pytest.mark.slow
 
 
@@ -46,7 +47,7 @@ def test_two_graphs_serve_every_round_of_every_call(method, kind, target, monkey
     links = kind == "chain" and heads.link_layers is not None
     later = links + (
         links and len(heads.link_layers) > 1
-    )  # links with which specialists start: from the second call on
+    )  # links with which specialists start, from the second call on
     for call, length in enumerate((19, 7, 30)):
         ids = prompt(length, seed=length)
         assert torch.equal(plain(target, ids, NEW, assistant_model=heads), plain(target, ids, NEW))
@@ -67,10 +68,10 @@ def test_families(family):
     assert len(graphs) == 2
 
 
-@pytest.mark.slow  # a C++ compiler at work, for half a minute each
+@pytest.mark.slow  # runs a C++ compiler for half a minute per case
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2", "mixtral"])
 def test_generated_code(family):
-    """Elsewhere graphs run as they were traced; here the default backend writes the code that users run."""
+    """Runs the code that the default backend generates for users. Other tests run the graphs as they were traced."""
     torch._dynamo.reset()
     target = own_target(family)
     heads = random_heads(target)
@@ -115,7 +116,7 @@ def test_a_longer_budget_is_another_capacity(target):
     for new, wanted in ((20, 2), (SMALLEST_BUCKET, 5), (24, 6)):
         target.generation_config.max_length = None
         got = plain(target, ids, new, assistant_model=heads) if new < 100 else None
-        if got is None:  # compiled for the budget, ended long before it
+        if got is None:  # only compiles for the budget, and ends long before it
             expected = plain(target, ids, 30)
             eos = {"eos_token_id": int(expected[0, -1]), "pad_token_id": 0}
             got, expected = plain(target, ids, new, assistant_model=heads, **eos), plain(target, ids, new, **eos)
@@ -125,7 +126,7 @@ def test_a_longer_budget_is_another_capacity(target):
 
 @pytest.mark.slow
 def test_a_cache_that_holds_tokens():
-    """Its tokens take slots as well: the capacity is for all of them."""
+    """Tokens in the cache take slots, too, so the capacity must include them."""
     target = own_target("llama", max_position_embeddings=1024)
     heads = random_heads(target, "poss")
     graphs = counted(target, heads)
@@ -168,8 +169,9 @@ def test_more_shapes_than_graphs_run_uncompiled_and_pairs_do_not_count_each_othe
 
 
 def plain_share(monkeypatch) -> float:
-    """Share of plain steps of six calls whose drafts are always right, when compiling takes as long as it does."""
-    target = own_target("llama", num_hidden_layers=1)  # tracing takes its time per layer
+    """Returns the share of plain steps in six calls whose drafts are always right, with a clock that counts compile
+    times."""
+    target = own_target("llama", num_hidden_layers=1)  # tracing time grows with the number of layers
     heads = DraftLanguageModel.from_model(target, tree_config={"kind": "chain", "depth": 4})
     heads.compiled = heads.adaptive = True
     clock = Clock(1.0)
@@ -195,7 +197,8 @@ def test_compiling_is_no_cost_of_a_round(monkeypatch):
 
 
 def test_a_round_that_takes_as_long_as_compiling_decides_nothing(monkeypatch):
-    """Even where it is counted: once it was the mean of all rounds, and drafts were given up for whole calls."""
+    """Control: even a compile time that is counted as a round must not decide. It once raised the mean of all rounds,
+    and whole calls went without drafts."""
     monkeypatch.setattr(
         CompiledRounds, "compiles", property(lambda self: False, lambda self, value: None), raising=False
     )
@@ -230,7 +233,7 @@ print("compiled", len(next(iter(heads.memory[target].values()))._steps))
 
 
 def test_a_process_ends_in_silence():
-    """torch 2.14 prints a traceback for compiled code that dies when its own modules have."""
+    """torch 2.14 prints a traceback if compiled code is destroyed after its own modules at the end of a process."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", EXIT], cwd=Path(__file__).parents[1], capture_output=True, text=True
     )

@@ -1,4 +1,4 @@
-"""Several sequences of one prompt: each is a sample of its own, and the prompt is read once."""
+"""Several sequences of one prompt: each is an independent sample, and the prompt is read once."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from hf_specheads.generation import loop
 COPIES = 3
 LENGTHS = (19, 4)
 RANKS = (0, 0, 1, 0, None)
-ONE_TEXT = {"do_sample": True, "top_k": 1, "num_return_sequences": COPIES}  # samples that can only be the greedy text
+# sampling that can only give the greedy text
+ONE_TEXT = {"do_sample": True, "top_k": 1, "num_return_sequences": COPIES}
 
 
 class CopiesHead(StubHead):
-    """Knows the text of every copy, and finds out from the first rows whether a prompt is read once."""
+    """Knows the text of every copy, and infers from the first rows whether a prompt is read once."""
 
     def new_draft_cache(self) -> StubCache:
         return StubCache([])
@@ -36,7 +37,7 @@ class CopiesHead(StubHead):
 
 
 def oracle(target: Any, lengths: tuple[int, ...], **tree: Any) -> tuple[dict[str, Any], CopiesHead, torch.Tensor]:
-    """Prompts, heads that know every copy's text, and the new tokens of all copies."""
+    """Makes prompts, heads that know every copy's text, and the new tokens of all copies."""
     inputs, alone = batch_of(lengths)
     texts = [text for text in alone_texts(target, alone) for _ in range(COPIES)]
     truths = [torch.tensor(alone[i // COPIES][0].tolist() + text) for i, text in enumerate(texts)]
@@ -44,7 +45,7 @@ def oracle(target: Any, lengths: tuple[int, ...], **tree: Any) -> tuple[dict[str
 
 
 def prompts_read(target: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of every forward of more than a token, from now on."""
+    """Returns a list that collects the number of rows of every later forward over more than one token."""
     rows: list[int] = []
     forward = target.forward
 
@@ -61,7 +62,7 @@ def prompts_read(target: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_every_copy_has_its_prompts_text(family, lengths):
     target = shared_target(family)
     if family == "lfm2":
-        lengths = (LENGTHS[0],) * len(lengths)  # it takes in padding
+        lengths = (LENGTHS[0],) * len(lengths)  # lfm2 takes in padding, so its prompts must have equal lengths
     inputs, heads, texts = oracle(target, lengths, kind="chain", depth=4)
     got = greedy(target, inputs, assistant_model=heads, **ONE_TEXT)
     assert torch.equal(got[:, max(lengths) :], texts)
@@ -88,7 +89,7 @@ def test_a_prompt_is_read_once(more, monkeypatch):
 @pytest.mark.parametrize("method", METHODS_BY_KIND)
 @pytest.mark.parametrize("lengths", [(19,), LENGTHS, (1,), (2, 1)], ids=str)
 def test_what_heads_draft_after_a_prompt_read_once(method, lengths, monkeypatch):
-    """Round by round the trees of heads that have read it for each."""
+    """The trees equal, round by round, those of heads that read the prompt for each copy."""
     target = deep_target() if method in ("eagle3", "peagle", "poss-eagle3") else shared_target("llama")
     heads, (inputs, _) = random_heads(target, method), batch_of(lengths)
     heads.trace = True
@@ -119,7 +120,7 @@ def test_prompts_with_images():
 
 
 def test_planted_bug_copies_of_the_wrong_prompts(monkeypatch):
-    """The control: with the cache of prompts in another order, sequences go on with what is not theirs."""
+    """Control: with the prompts' caches in another order, sequences continue from the wrong prompt."""
     target = shared_target("llama")
     inputs, heads, texts = oracle(target, LENGTHS)
     prefill = loop.read_prompts
@@ -136,7 +137,7 @@ def test_planted_bug_copies_of_the_wrong_prompts(monkeypatch):
 
 @pytest.mark.parametrize("children", ["top_k", "sampled"])
 def test_copies_are_independent_samples(children):
-    """The pairs of two neighbouring copies follow the product of the target's distribution with itself."""
+    """Pairs of neighbouring copies follow the product of the target's distribution with itself."""
     target, samples, length = five_token_target(), 600, 2
     heads = random_heads(target, kind="static", choices=((0,), (1,), (0, 0)), children=children)
     torch.manual_seed(5)
@@ -156,7 +157,7 @@ def test_copies_are_independent_samples(children):
 
 
 def test_a_constraint_is_told_the_prompt():
-    """`prefix_allowed_tokens_fn` gets the number of the prompt, not of the copy."""
+    """`prefix_allowed_tokens_fn` gets the index of the prompt, not of the copy."""
     target = shared_target("llama")
     inputs, heads, _ = oracle(target, LENGTHS)
     allowed = [[5, 6], [7, 8]]
@@ -178,7 +179,7 @@ def test_other_ways_in():
 @pytest.mark.parametrize("method", ["poss", "dflash", "medusa"])
 def test_compiled_rounds(method, lengths, monkeypatch):
     target = shared_target("llama")
-    uncompiled = CompileConfig(backend="eager", mode=None)  # the same rounds at once
+    uncompiled = CompileConfig(backend="eager", mode=None)  # the same rounds without code generation
     monkeypatch.setattr(target.generation_config, "compile_config", uncompiled, raising=False)
     inputs, _, texts = oracle(target, lengths)
     heads = random_heads(target, method, **({} if method == "medusa" else {"kind": "chain", "depth": 4}))
@@ -194,7 +195,7 @@ def test_compiled_rounds(method, lengths, monkeypatch):
 
 
 def heads_read(heads: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of the features that heads take in, from now on."""
+    """Returns a list that collects the shapes of all features that the heads take in from now on."""
     shapes: list[tuple[int, ...]] = []
     start = type(heads).start_draft
 
@@ -208,7 +209,8 @@ def heads_read(heads: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, .
 
 @pytest.mark.parametrize("plain_steps", [0, 3])
 def test_when_heads_read_a_prompt(plain_steps, monkeypatch):
-    """With the first draft, however many plain steps come before it; a sequence that has ended takes none."""
+    """Heads read the prompt with the first draft, however many plain steps come before. Sequences that ended before it
+    are not read."""
     target = shared_target("llama")
     inputs, _, texts = oracle(target, LENGTHS)
     heads = random_heads(target, "eagle", kind="chain", depth=4)
@@ -220,7 +222,7 @@ def test_when_heads_read_a_prompt(plain_steps, monkeypatch):
 
     monkeypatch.setattr(loop.RoundLoop, "begin_round", late)
     shapes = heads_read(heads, monkeypatch)
-    eos = int(texts[0, 1])  # ends the copies of one prompt, before there is a draft where plain steps come first
+    eos = int(texts[0, 1])  # ends the copies of one prompt, before the first draft if plain steps come first
     options = ONE_TEXT | {"eos_token_id": eos, "pad_token_id": 0}
     got = greedy(target, inputs, assistant_model=heads, **options)
     assert torch.equal(got, greedy(target, inputs, **options))

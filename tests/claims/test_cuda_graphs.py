@@ -1,5 +1,5 @@
-"""Compiled rounds as CUDA graphs would replay them: nothing reads what a replay has written over, and graphs that were
-captured once serve later calls."""
+"""Compiled rounds as CUDA graphs would replay them: nothing reads memory that a replay has overwritten, and graphs
+that were captured once serve later calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEW = 16
 
 
 class Pair:
-    """A target with heads whose compiled steps are replayed."""
+    """A target, and heads whose compiled steps are replayed."""
 
     def __init__(self, family: str, method: str, kind: str, patch: pytest.MonkeyPatch):
         self.target = own_target(family)

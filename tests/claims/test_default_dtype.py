@@ -1,4 +1,5 @@
-"""Nothing that heads know, draft or accept depends on torch's default type, which some set to that of their model."""
+"""Heads identify targets, draft and accept independently of torch's default dtype, which some users set to that of
+their model."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_a_target_is_known_again(dtype: torch.dtype) -> None:
-    """Rows of the embedding were once found by numbers of the default type: bf16 names other ones, or none."""
+    """Sampled embedding rows were once chosen by random numbers of the default dtype. With bf16 other rows, or none,
+    were chosen."""
     target = own_target("llama", vocab_size=4099)
     add_adapter(target, rank=33, alpha=8, modules="q_proj")
     with torch.no_grad():
@@ -63,7 +65,7 @@ def test_texts_and_drafts(method: str, dtype: torch.dtype) -> None:
 
 
 def test_drafted_tokens_are_accepted_by_fine_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of bf16 there are 256 between 0 and 1: rarer tokens would be accepted too often, or never."""
+    """bf16 has 256 values between 0 and 1. With so few, rare tokens would be accepted too often, or never."""
     seen, original = [], sampled.accept_children
     monkeypatch.setattr(sampled, "accept_children", lambda *args: seen.append(args[3].dtype) or original(*args))
     target, ids = shared_target("llama"), prompt()
@@ -85,7 +87,8 @@ def test_numbers_spread_evenly_however_many_there_are() -> None:
 
 
 def test_tensors_of_floats_say_their_type() -> None:
-    """Parameters and buffers have the type that their model is made in; everything else says which."""
+    """Parameters and buffers take the dtype in which their model is made. All other float tensors must name their
+    dtype."""
     silent = []
     for file in (file for root in ROOTS for file in root.rglob("*.py") if "shipped_pair" not in file.parts):
         tree = ast.parse(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Families of targets under draft heads: the same text, or one sentence before the prompt's forward."""
+"""Families of targets with draft heads: the same text, or a refusal in one sentence before the prompt's forward."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ IN_THE_DEFAULT_RUN = ("mistral", "gemma4_text", "deepseek_v3", "bert", "bloom", 
 SLOW = pytest.mark.slow
 TEXT_ONLY = ("gemma3", "qwen2_5_vl")
 MORE_TEXT_ONLY = ("llava", "qwen2_vl", "qwen3_vl", "mistral3", "idefics3", "internvl")
-COUNTS_SLOTS = "exaone4_5"  # throws away the positions that `generate` counts, padding left out
+COUNTS_SLOTS = "exaone4_5"  # this family ignores the positions that `generate` computes without padding
 
 
 @pytest.fixture(autouse=True)
@@ -96,17 +96,17 @@ def test_multimodal_targets_that_are_refused(model_type, words):
 
 
 IN_THE_DEFAULT_RUN_TOO = {
-    "gemma3_text": ("mtp",),  # rotary embeddings by kind of layer,
+    "gemma3_text": ("mtp",),  # rotary embeddings per kind of layer
     "olmo3": ("mtp",),
-    "granitemoehybrid": ("mtp",),  # or none,
-    "deepseek_v32": ("mtp",),  # layers with an indexer,
-    "hy_v4": ("mtp",),  # of several streams,
-    "modernbert-decoder": ("mtp",),  # configs that are particular,
+    "granitemoehybrid": ("mtp",),  # no rotary embeddings
+    "deepseek_v32": ("mtp",),  # layers with an indexer
+    "hy_v4": ("mtp",),  # layers with several streams
+    "modernbert-decoder": ("mtp",),  # unusual configs
     "prophetnet": ("mtp",),
     "reformer": ("dflash",),
-    "gemma2": ("mtp",),  # of attention that is not torch's,
+    "gemma2": ("mtp",),  # attention other than torch's
     "gpt_oss": ("mtp",),
-    "qwen4_exp_text": ("eagle", "eagle3", "dflash"),  # and hidden states that are wider between layers
+    "qwen4_exp_text": ("eagle", "eagle3", "dflash"),  # hidden states that are wider between layers
 }
 
 
@@ -120,7 +120,8 @@ IN_THE_DEFAULT_RUN_TOO = {
     ],
 )
 def test_every_method_on_every_family(model_type, method):
-    """Heads made for a target draft for it, or are refused in our words when they are made or before any forward."""
+    """Heads made for a target draft for it, or are refused with our own error, when they are made or before any
+    forward."""
     target, inputs = tiny_target(model_type), inputs_of(LENGTHS[:1])
     try:
         heads = random_heads(target, method)
@@ -136,7 +137,8 @@ def test_every_method_on_every_family(model_type, method):
 
 @pytest.mark.parametrize("limit", [8, 48])
 def test_contexts_of_which_sparse_attention_sees_a_part(limit):
-    """`index_topk` tokens are chosen of longer contexts, and ties fall otherwise in a forward over several tokens."""
+    """In longer contexts, attention selects `index_topk` tokens, and ties are broken differently in forwards over
+    several tokens."""
     target = tiny_target("glm_moe_dsa", index_topk=limit)
     inputs = inputs_of(LENGTHS[:1])
     heads = oracle(target, inputs, inputs["input_ids"], kind="chain", depth=3)
@@ -146,7 +148,7 @@ def test_contexts_of_which_sparse_attention_sees_a_part(limit):
 
 
 def test_heads_for_targets_whose_layers_differ():
-    """Gemma 4 has wider attention heads in some layers, which its config names per layer only."""
+    """Gemma 4 has wider attention heads in some layers, which its config only states per layer."""
     target = text_target("gemma4_text")
     heads = AutoDraftHead.from_target(target, "eagle").eval()
     inputs = inputs_of(LENGTHS)
@@ -154,7 +156,7 @@ def test_heads_for_targets_whose_layers_differ():
 
 
 def test_whisper_is_refused_in_our_words():
-    """It writes into its assistant's generation config before anything else."""
+    """Whisper writes into the assistant's generation config before anything else."""
     config = WhisperConfig(
         vocab_size=99, num_mel_bins=8, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_source_positions=1500,
@@ -167,6 +169,7 @@ def test_whisper_is_refused_in_our_words():
 
 
 def test_drafts_that_are_looked_up_are_asked_as_compiled_ones() -> None:
-    """They stand in for them where compiled rounds are measured, which is too slow for the default run."""
+    """The function replaces the compiled one in the benchmark of compiled rounds, which is too slow for the default
+    run. Their signatures must match."""
     ours, theirs = (list(inspect.signature(one).parameters)[1:] for one in (grow_uncompiled, CompiledRounds.grow))
     assert ours == theirs

@@ -1,5 +1,5 @@
-"""Whatever is raised wherever: a cache comes back as plain decoding has it at the last emitted token, nothing is left
-on the target, and the next call works."""
+"""Errors at any moment of a call: the cache comes back in the state of plain decoding at the last emitted token,
+nothing is left on the target, and the next call works."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from hf_specheads.cache.chain import ChainCache
 from hf_specheads.cache.target import TreeCache, _Group
 from hf_specheads.generation.compiled.rounds import CompiledRounds
 
-TREES = ("llama", "mistral", "gemma3")  # slots; windows that are in force; both
+TREES = ("llama", "mistral", "gemma3")  # slots; windows that have taken effect; both
 FAMILIES = (*TREES, *CHAINS)
 
 
 def every(run, *scene_options) -> int:
-    """Runs a scene with a fault at every moment it can come."""
+    """Runs a scene with a fault at every moment at which it can occur."""
     scene = Scene(*scene_options)
     scene.attempt = copy.deepcopy(scene.cache)
     count = count_of(lambda at: run(scene, at, None))
@@ -64,7 +64,8 @@ def test_the_kth_forward_fails_in_its_midst(family):
 
     def run(scene, at, error):
         layers = next(part for part in scene.target.modules() if isinstance(part, torch.nn.ModuleList))
-        late = At(None if at.k is None else at.k + 1, at.error)  # the prompt's forward breaks plain decoding as well
+        # a fault in the prompt's forward would break plain decoding, too
+        late = At(None if at.k is None else at.k + 1, at.error)
         with forward_fault(layers[1], late):
             scene.call(assistant_model=scene.heads) if error is None else scene.interrupted(late)
         at.calls = late.calls - 1

@@ -1,4 +1,5 @@
-"""Every option of `generate` has the effect it has without draft heads: ids, streams, scores, states and the cache."""
+"""Every option of `generate` has the same effect as without draft heads: on ids, streams, scores, states and the
+cache."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ HEADS = {"tree": {}, "chain": {"kind": "chain", "depth": 4}}
 
 
 class Recorder:
-    """A streamer that remembers what it was given."""
+    """A streamer that records what it is given."""
 
     def __init__(self):
         self.ids, self.ends = [], 0
@@ -41,7 +42,7 @@ class Recorder:
 
 
 class StopAt(StoppingCriteria):
-    """A user's criterion; also checks that the scores it is shown are one per new token."""
+    """A user's criterion, which also checks that it is shown one score per new token."""
 
     def __init__(self, token: int):
         self.token, self.seen = token, 0
@@ -53,7 +54,7 @@ class StopAt(StoppingCriteria):
 
 
 class EveryCallCounts(LogitsProcessor):
-    """Bans another token at every call: right only with one call per emitted token, in order."""
+    """Bans another token at every call. The text is only right with one call per emitted token, in order."""
 
     def __init__(self):
         self.calls = 0
@@ -64,11 +65,11 @@ class EveryCallCounts(LogitsProcessor):
 
 
 def only_neighbours(batch: int, ids: torch.Tensor) -> list[int]:
-    """prefix_allowed_tokens_fn: depends on the last token."""
+    """A `prefix_allowed_tokens_fn` that depends on the last token."""
     return [(int(ids[-1]) * 3 + step) % 96 + 3 for step in range(0, 40, 2)]
 
 
-# name -> options, given the new tokens of plain generation without options
+# name -> function that makes the options from the new tokens of plain generation without options
 OPTIONS: dict[str, Any] = {
     "repetition_penalty": lambda c: {"repetition_penalty": 1.5},
     "no_repeat_ngram": lambda c: {"no_repeat_ngram_size": 1},
@@ -104,7 +105,7 @@ TEXT_OPTIONS = {"plain": lambda c: {}} | OPTIONS
 
 
 def generate(target, ids, seed: int = 11, **options: Any) -> tuple[Any, Recorder]:
-    """One call with everything asked for that `generate` can return."""
+    """Makes one call that requests everything that `generate` can return."""
     recorder = Recorder()
     everything = {
         "attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "do_sample": False, "streamer": recorder,
@@ -120,7 +121,7 @@ def reference(family: str) -> list[int]:
 
 
 def assert_same(theirs: Any, ours: Any) -> None:
-    """Ids, scores, logits, hidden states and cache of two dict outputs agree."""
+    """Checks that ids, scores, logits, hidden states and cache of two dict outputs agree."""
     assert ours.sequences[0].tolist() == theirs.sequences[0].tolist()
     for name in ("scores", "logits"):
         mine, plain_ones = getattr(ours, name), getattr(theirs, name)
@@ -176,7 +177,7 @@ def test_stop_strings():
 
 
 def test_stopping_in_a_fully_accepted_draft_cuts_text_cache_and_statistics():
-    """The draft is always right and longer than what may be emitted."""
+    """The draft is always right, and longer than what may be emitted."""
     target, ids = shared_target("mistral"), prompt()
     tokens = reference("mistral")
     for position in range(1, 9):
@@ -224,7 +225,7 @@ def test_cache_handed_over_in_both_directions(family, heads):
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_padding_does_not_change_what_is_drafted(turns):
-    """The head must know which of its rows are padding, also when it starts after a cache that was handed over."""
+    """The heads must know which of their rows are padding, also when they start after a cache that was passed in."""
     target = shared_target("llama")
     new_tokens, options = 12, {"do_sample": False, "return_dict_in_generate": True}
 
@@ -327,7 +328,7 @@ def test_a_prompt_of_one_token_and_a_bos_only_prompt():
 
 
 def test_an_interrupted_call_leaves_the_cache_as_it_was_then(monkeypatch):
-    """A cache of the user's is emptied while its rows are elsewhere; an error must not lose them."""
+    """A cache of the user is empty while its rows are held elsewhere. An error must not lose the rows."""
     target, ids = shared_target("mistral"), prompt()
     cache = DynamicCache(config=target.config)
     calls = 0

@@ -13,7 +13,7 @@ from hf_specheads.heads.auto import METHODS
 NEW, LONGER = 16, 24
 
 
-# By default the methods that draft by the code of others are below, and greedy in tests/heads/test_pruning.py.
+# Methods that share drafting code with others run below by default, and greedily in tests/heads/test_pruning.py.
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("family", DIFFERENT_FAMILIES)
 @pytest.mark.parametrize("kind", TREES)
@@ -24,7 +24,7 @@ def test_greedy(method, kind, family):
     assert plain(target, ids, NEW, assistant_model=heads)[0].tolist() == plain(target, ids, NEW)[0].tolist()
     stats = heads.last_stats
     assert stats.draft_forwards > 0
-    # The first token comes from the prefill; heads that copy have nothing to draft in some rounds.
+    # The first token comes from the prefill. Heads that copy have nothing to draft in some rounds.
     assert sum(n + 1 for n in stats.num_accepted[0]) + stats.plain_steps == NEW - 1
 
 
@@ -45,7 +45,7 @@ def test_sampled_with_a_seed(method, kind):
 @pytest.mark.parametrize("kind", ["static", "optimal"])
 @pytest.mark.parametrize("family", DIFFERENT_FAMILIES)
 def test_long_paths_of_fixed_trees(family, kind):
-    """Drafts that know the text, at ranks the tree offers and at others: rounds accept little and whole paths."""
+    """Drafts know the text, at ranks that the tree offers and at others. Rounds accept few tokens or whole paths."""
     target, ids = shared_target(family), prompt()
     expected = plain(target, ids, LONGER)
     heads = StubHead(target, expected, (0, 0, 1, 0, None, 0, 0, 0, 2), **TREES[kind].to_dict())

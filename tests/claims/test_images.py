@@ -27,7 +27,8 @@ from hf_specheads.target.recurrence import is_recurrent
 NEW = 18
 MIXED = (0, 0, 1, 0, None, 0, 0, 2)
 CHAIN = {"kind": "chain", "depth": 4}
-# One position axis and images that see both ways; several axes; a state beside them. The others are slow tests.
+# These have one position axis and bidirectional image tokens; several axes; a recurrent state. The others are slow
+# tests.
 QUICK = ("gemma3", "qwen2_5_vl", "qwen3_5")
 FAMILIES = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in sorted(OVERRIDES)]
 target_of = functools.cache(image_target)
@@ -86,7 +87,7 @@ def test_seeded_samples(model_type):
 
 @pytest.mark.parametrize("model_type", QUICK)
 def test_a_second_turn(model_type):
-    """The image is in the cache by then; its tokens are in the prompt still."""
+    """In the second turn, the image is already in the cache, but its tokens are still in the prompt."""
     target, texts = target_of(model_type), []
     tree = CHAIN if is_recurrent(target) else {}
     for with_heads in (False, True):
@@ -121,7 +122,7 @@ def chats() -> list[list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("model_type", ["llava", "gemma3"])
 def test_processors(model_type):
-    """What a chat template and an image processor make of chats, one and several."""
+    """Runs the inputs that a chat template and an image processor make of one chat and of several."""
     target, processor = target_of(model_type), image_processor(model_type)
     for chosen in (chats()[:1], chats()):
         inputs = processor.apply_chat_template(
@@ -136,7 +137,7 @@ def test_processors(model_type):
 
 @pytest.mark.parametrize("model_type", ["llava", "gemma3"])
 def test_pipelines(model_type):
-    """transformers' pipeline takes an `assistant_model` when it is made and never hands it on; in a call it does."""
+    """transformers' pipeline accepts `assistant_model` when it is made, but never passes it on. In a call it does."""
     target, heads = target_of(model_type), AutoDraftHead.from_target(target_of(model_type), "eagle").eval()
     heads.adaptive = False
     pipe = pipeline("image-text-to-text", model=target, processor=image_processor(model_type))
@@ -175,7 +176,8 @@ def test_samples_after_an_image_follow_the_targets_distribution(model_type, chil
 def favourites(
     target, inputs: dict[str, torch.Tensor], path: list[int], likely: int
 ) -> tuple[torch.Tensor, list[int]]:
-    """Probabilities and tokens of the likeliest after a prompt and some tokens, by a forward without a cache."""
+    """Returns the probabilities and ids of the likeliest tokens after a prompt and a path, from a forward without
+    cache."""
     added = torch.tensor([path], dtype=torch.long)
     longer = inputs | {"input_ids": torch.cat([inputs["input_ids"], added], dim=1)}
     for name in inputs:
@@ -219,7 +221,7 @@ def test_a_prompt_that_ends_in_an_image():
 
 
 def test_planted_bug_positions_count_tokens(monkeypatch):
-    """An image has fewer positions than tokens where positions have several axes."""
+    """With several position axes, an image has fewer positions than tokens."""
     target = target_of("qwen2_5_vl")
     inputs = image_inputs(target)
     expected = generate(target, inputs)

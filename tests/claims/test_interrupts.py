@@ -1,5 +1,5 @@
-"""Ctrl-C at any line of a round: the cache comes back as plain decoding has it at the last token that was streamed,
-and the next call works."""
+"""Ctrl-C at any line of a round: the cache comes back in the state of plain decoding at the last streamed token, and
+the next call works."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from support.faults import At, FaultyStreamer, assert_same_contents
 from support.scenes import Scene
 
-# Where a round changes what it has.
+# Modules in which a round changes its state.
 STATE = ("/cache/", "/generation/loop.py", "/generation/sequences.py", "/generation/committed.py", "/metrics.py")
-# An interrupt while the cache is being given back cannot be made good, nor one while transformers takes rows out of
-# its own layers, one after the other.
+# The state cannot be restored after an interrupt while the cache is given back, or while transformers removes rows
+# from its own layers, one layer after the other.
 NOT_WHOLE = {"close", "give_back", "_drop_rejected"}
 Line = tuple[str, int]
 
@@ -30,7 +30,7 @@ def names_of_callers(frame: FrameType | None) -> set[str]:
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt where a line is executed for the k-th time; with `None` it counts them all."""
+    """Raises KeyboardInterrupt at the k-th execution of a line. With `None` it counts the executions of all lines."""
 
     def __init__(self, line: Line | None = None, k: int = 0):
         self.wanted, self.k = line, k
@@ -70,7 +70,7 @@ def interrupted_at(scene: Scene, line: Line, k: int) -> None:
     if held < prompt_length:
         assert_same_contents(scene.attempt, scene.cache)
         return
-    # One more where the interrupt came in place of a `put`, as in plain decoding.
+    # The cache holds one more token if the interrupt came in place of a `put`, as in plain decoding.
     assert held - max(len(streamer.tokens) - 1, prompt_length) in (0, 1)
     assert_same_contents(scene.attempt, scene.plain_cache(held))
 

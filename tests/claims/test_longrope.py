@@ -1,4 +1,4 @@
-"""Rope that changes past a length: no node of a tree reaches over it while the plain call stays below."""
+"""Rope that changes at a length: no node of a tree may reach past this length while the plain call stays below it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ LENGTHS = range(30, 42)
 
 
 def target_of(family: str):
-    """With a budget at the limit; both sets of factors differ, so a change of sides changes the text."""
+    """Makes a target whose budget ends at the limit. Both sets of factors differ, so crossing the limit changes the
+    text."""
     like = own_target(family)
     half = like.config.hidden_size // like.config.num_attention_heads // 2
     like.config.rope_parameters = {
@@ -30,18 +31,19 @@ def target_of(family: str):
 
 @pytest.fixture(autouse=True)
 def copies(monkeypatch):
-    """There is always something to copy."""
+    """Makes text lookup always find something to copy."""
     monkeypatch.setattr(TextLookup, "continuations", lambda _, nodes, device: torch.full((1, nodes), 7, device=device))
 
 
 def same_texts(family: str) -> list[bool]:
-    """Whether texts of a dozen prompts that end at the limit exactly are the same with heads that are always right."""
+    """Tells for a dozen prompts, whose texts end exactly at the limit, whether heads that are always right give the
+    same text."""
     target, same = target_of(family), []
     for length in LENGTHS:
         ids = prompt(length, seed=length)
         options = {"attention_mask": torch.ones_like(ids), "max_length": LIMIT, "do_sample": False}
         expected = target.generate(ids, **options)
-        # What is copied goes on past the budget: what lies there must not change what lies before.
+        # Copies continue past the budget. Nodes there must not change what lies before.
         heads = StubHead(target, expected, (0, 0, 1, 0, None, 0, 0, 1), depth=2, top_k=3, total_tokens=8, lookup=8)
         same.append(torch.equal(target.generate(ids, **options, assistant_model=heads), expected))
     return same
@@ -53,6 +55,6 @@ def test_budgets_at_the_limit(family):
 
 
 def test_trees_over_the_limit_change_the_text(monkeypatch):
-    """The plant: copies are clipped by the context only."""
+    """Control: copies are only clipped by the context length."""
     monkeypatch.setattr(candidates, "rope_limit", lambda target: None)
     assert not all(same_texts("llama"))

@@ -1,4 +1,4 @@
-"""Greedy text with draft heads is the target's own, token for token in fp32: families, trees, heads good and bad."""
+"""Greedy text with draft heads is the target's own, token for token in fp32: families, trees, good and bad heads."""
 
 import functools
 
@@ -15,15 +15,15 @@ from hf_specheads.errors import UnsupportedGenerationError
 CHAIN_ONLY = ("bloom", "llama4", "lfm2")
 TREE_FAMILIES = [family for family in FAMILIES if family not in CHAIN_ONLY]
 NEW, FEW = 24, 12
-REPEATING = {"gpt2": 36, "gpt-neox": 36}  # these say the same for longer
-# The true token is sometimes the favourite, sometimes further down, sometimes missing: paths through the tree are
-# not contiguous, and rounds accept between 0 and `depth` tokens.
+REPEATING = {"gpt2": 36, "gpt-neox": 36}  # these families repeat themselves, so their texts must be longer
+# The true token is sometimes the favourite, sometimes ranked lower, sometimes missing. Accepted paths are then not
+# contiguous in the tree, and rounds accept between 0 and `depth` tokens.
 MIXED = (0, 1, 0, 2, 0, None, 0, 0, 1)
 
 
 @functools.cache
 def text(family: str, **options) -> tuple:
-    """Target, prompt and plain output, which must be varied enough for a mistake to show."""
+    """Returns target, prompt and plain output, and checks that the output is varied enough for a mistake to show."""
     target, ids = shared_target(family, **options), prompt()
     expected = plain(target, ids, REPEATING.get(family, NEW))
     distinct = len(set(expected[0, ids.shape[1] :].tolist()))
@@ -32,7 +32,8 @@ def text(family: str, **options) -> tuple:
 
 
 def beginning(family: str) -> tuple:
-    """The same, but for most of the text: heads that know nothing are wrong in every round, so a dozen tell."""
+    """Returns the same with a shorter text: heads that know nothing are wrong in every round, so a dozen tokens
+    suffice."""
     target, ids, expected = text(family)
     return target, ids, expected[:, : ids.shape[1] + FEW]
 
@@ -98,7 +99,7 @@ def test_untrained_heads(method, tree):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_agreement(seed):
-    """The draft is right at random: the true token at random ranks, or missing."""
+    """The draft is right at random: the true token has random ranks or is missing."""
     target, ids, expected = text("qwen2-window", seed=seed % 2)
     generator = torch.Generator().manual_seed(seed)
     ranks = torch.randint(-1, 4, (23,), generator=generator).tolist()
@@ -108,7 +109,7 @@ def test_random_agreement(seed):
 
 @pytest.mark.parametrize("tree", [{"depth": 4, "top_k": 3, "total_tokens": 9}, {"kind": "chain", "depth": 4}], ids=str)
 def test_always_right_and_never_right(tree):
-    """Exact counts: 41 tokens are one from the prefill and 8 rounds of 5, or 40 rounds of 1."""
+    """Checks exact counts: 41 tokens are one from the prefill and 8 rounds of 5, or 40 rounds of 1."""
     target, ids = shared_target("llama"), prompt()
     expected = plain(target, ids, 41)
     for ranks, rounds, accepted in [((0,), 8, 4), ((None,), 40, 0)]:
@@ -119,7 +120,8 @@ def test_always_right_and_never_right(tree):
         assert stats.num_accepted == [[accepted] * rounds]
         assert stats.acceptance_length == accepted + 1
         assert forwards.count == stats.target_forwards == rounds + 1
-        assert len(stub.calls) == rounds - (accepted == 0)  # the last single token of the budget is not drafted for
+        # nothing is drafted for the last single token of the budget
+        assert len(stub.calls) == rounds - (accepted == 0)
         assert stats.pos_acc == ([1.0] * 4 if accepted else [0.0])
 
 
@@ -135,7 +137,7 @@ def test_one_host_sync_per_round():
     "tree", [{"depth": 6, "top_k": 4, "total_tokens": 20}, {"kind": "chain", "depth": 6}], ids=str
 )
 def test_prompt_and_output_fill_the_position_embeddings_exactly(family, tree):
-    """No node may lie past the last position the target has, or its embedding would not exist."""
+    """No node may lie past the target's last position, because its embedding would not exist."""
     limit = 48
     ids = prompt(20)
     size = {"n_positions": limit} if family == "gpt2" else {"max_position_embeddings": limit}
@@ -144,7 +146,7 @@ def test_prompt_and_output_fill_the_position_embeddings_exactly(family, tree):
     for ranks in ((0,), MIXED):
         stub = StubHead(target, expected, ranks, **tree)
         assert_same_text(target, ids, expected, stub)
-    # Past its trained positions a rotary target still generates; no draft is made there, and the text is the same.
+    # A rotary target still generates past its trained positions. Nothing is drafted there, and the text is the same.
     if family == "llama":
         expected = plain(target, ids, limit)
         assert_same_text(target, ids, expected, StubHead(target, expected, MIXED, **tree))
@@ -162,7 +164,7 @@ def test_targets_that_take_only_chains(family):
 
 
 def test_heads_serve_prompt_after_prompt():
-    """Nothing of one generation is left for the next."""
+    """Nothing of one generation carries over to the next."""
     target = shared_target("mistral")
     heads = random_heads(target, "poss")
     for length in (3, 19, 8, 1):
@@ -206,7 +208,7 @@ def _plant(monkeypatch, bug: str) -> None:
 
 @functools.cache
 def stubs_for(family: str, deep: bool) -> list[StubHead]:
-    """Drafts that find the bugs, and are right without them."""
+    """Makes drafts that reveal the bugs, and checks that their text is right without a bug."""
     target, ids, expected = text(family)
     tree = {"depth": WINDOW + 3, "top_k": 2, "total_tokens": 20} if deep else {}
     stubs = [StubHead(target, expected, ranks, **tree) for ranks in ((0,), MIXED, (0, 1))]

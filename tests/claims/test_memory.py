@@ -1,4 +1,4 @@
-"""Nothing of a call outlives it but what it returns, and that owns no more memory than it needs."""
+"""Nothing of a call outlives it except what it returns, and that owns no more memory than it needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEW = 4
 
 
 class Alive:
-    """Objects of some classes made since, as long as they live."""
+    """Tracks living objects of some classes that were made since the tracker."""
 
     def __init__(self, monkeypatch, *classes: type):
         self.objects: weakref.WeakSet = weakref.WeakSet()
@@ -44,7 +44,7 @@ class Alive:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """A GPU is full long before the collector runs."""
+    """Switches the garbage collector off, because a GPU is full long before it runs."""
     gc.collect()
     gc.disable()
     try:
@@ -59,7 +59,7 @@ def interrupted(target, heads) -> None:
 
 
 def calls(compiled: bool = False) -> list:
-    """One call of every kind, ready to be made again."""
+    """Returns one call of every kind, which can be repeated."""
     target, bloom = own_target(), shared_target("bloom")
     heads, chain, twin = random_heads(target), random_heads(bloom, kind="chain"), random_heads(target, "poss")
     draft_model = random_heads(target, "draft-lm").prune_draft_vocabulary(range(3, 60))
@@ -82,7 +82,8 @@ def calls(compiled: bool = False) -> list:
 
 
 def live_bytes() -> int:
-    """Of all tensors' storages; those of a compilation's pretended tensors hold nothing."""
+    """Returns the bytes in the storages of all tensors. Fake tensors of a compilation hold nothing and do not
+    count."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
                 for tensor in gc.get_objects()
                 if issubclass(type(tensor), torch.Tensor) and not issubclass(type(tensor), FakeTensor)}  # fmt: skip
@@ -90,10 +91,11 @@ def live_bytes() -> int:
 
 
 def left_after(times: int, monkeypatch, compiled: bool) -> tuple[int, list[int]]:
-    """Caches and loops that live after so many calls of all kinds, and bytes of tensors on the way."""
+    """Returns the number of caches and loops that are alive after repeated calls of all kinds, and the bytes of
+    tensors along the way."""
     kinds, known = calls(compiled), []
     for call in kinds * 2:
-        call()  # what is kept for later calls is there now
+        call()  # by now everything exists that is kept for later calls
     alive = Alive(monkeypatch, slots.SlotCache, ChainCache, RoundLoop)
     with without_collector():
         for index in range(times):
@@ -164,7 +166,7 @@ def test_a_batch_returns_a_cache_that_can_be_handed_in_again(family, heads):
 
 # ---------------------------------------------------------------------- taking a prompt over
 def most_tensors_held_twice(monkeypatch) -> int:
-    """Of the prompt's keys and values, while they are taken over."""
+    """Returns the largest number of the prompt's key and value tensors that exist twice while they are taken over."""
     target, most = deep_target(), 0
     originals: list[weakref.ref] = []
     init = _Group.__init__
@@ -192,7 +194,7 @@ def test_planted_bug_a_prompt_is_held_twice(monkeypatch):
 
 
 def test_a_chain_holds_no_second_copy_of_its_rows():
-    """While it may still be rolled back: rows that were only appended are cut off again."""
+    """A chain can be rolled back without a copy, because rows that were only appended can be cut off again."""
     target, ids = shared_target("bloom"), prompt()
     held: list[torch.Tensor] = []
     heads = StubHead(target, plain(target, ids, 12), (0, None), kind="chain", depth=3)
@@ -211,7 +213,7 @@ def test_a_chain_holds_no_second_copy_of_its_rows():
 
 # ---------------------------------------------------------------------- how much a call holds
 def most_slots(monkeypatch, length: int, new: int, heads) -> int:
-    """Slots of the largest buffers that a call had for the target's keys and values."""
+    """Returns the slots of the largest buffers that a call had for the target's keys and values."""
     most = 0
     show = _Group._show
 
@@ -229,7 +231,7 @@ def most_slots(monkeypatch, length: int, new: int, heads) -> int:
 
 @pytest.mark.parametrize(("length", "new"), [(30, 20), (300, 40), pytest.param(20, 300, marks=pytest.mark.slow)])
 def test_a_call_holds_plain_rows_and_a_tree(length, new, monkeypatch):
-    """Of a call whose length is known: what plain decoding has at its end, and the nodes of one tree."""
+    """A call whose length is known holds as many rows as plain decoding at its end, plus the nodes of one tree."""
     nodes = 3
     heads = lambda target: random_heads(target, kind="chain", depth=nodes - 1)  # noqa: E731
     assert most_slots(monkeypatch, length, new, heads) <= length + new + nodes

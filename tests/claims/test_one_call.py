@@ -1,4 +1,4 @@
-"""A call of `generate` reads the settings of its heads once, binds them once and is refused by one set of checks."""
+"""A call of `generate` reads its heads' settings once, binds the heads once, and is checked for refusal once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_specheads.heads import base
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often what happens once per call has happened."""
+    """Counts how often the steps run that must run once per call."""
     counted: Counter[str] = Counter()
 
     def count(owner: Any, name: str) -> None:
@@ -80,7 +80,7 @@ def test_settings_assigned_during_a_call_are_for_the_next() -> None:
 
 
 def test_checks_do_not_change_the_heads() -> None:
-    """A refused call leaves heads as they were, bound to nothing."""
+    """A refused call leaves the heads as they were, bound to nothing."""
     target = own_target("llama")
     heads = random_heads(target)
     with pytest.raises(hf_specheads.UnsupportedGenerationError):

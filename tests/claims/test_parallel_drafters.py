@@ -1,5 +1,5 @@
-"""Drafters of 2026 in the variants that the shared matrices do not make: the text, and its distribution, are the
-target's own, from trees whose branches draft differently, in batches, and cut by predicted acceptance."""
+"""Drafters of 2026, in variants that the shared matrices do not include: text and distribution are the target's own.
+Trees have branches that draft differently, occur in batches, and are cut by predicted acceptance."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ KINDS = ["dynamic", *(pytest.param(kind, marks=pytest.mark.slow) for kind in TRE
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_greedy(name: str, kind: str) -> None:
-    """Alone and in a batch, on one of the targets of different families."""
+    """Runs alone and in a batch, on a target of one of several families."""
     method, options = VARIANTS[name]
     target = shared_target(DIFFERENT_FAMILIES[len(name + kind) % len(DIFFERENT_FAMILIES)])
     heads = heads_of(target, method, kind, options)
@@ -72,7 +72,7 @@ def test_greedy(name: str, kind: str) -> None:
     "name", [name for name, (_, options) in VARIANTS.items() if CONFIDENT.items() <= options.items()]
 )
 def test_cut_by_predicted_acceptance(name: str, kind: str) -> None:
-    """At a threshold near the middle of what is predicted, so that rounds of all depths are there."""
+    """Uses a threshold near the middle of the predictions, so that rounds of all depths occur."""
     method, options = VARIANTS[name]
     target, ids = shared_target(), prompt()
     heads = heads_of(target, method, kind, options)
@@ -87,7 +87,7 @@ def test_cut_by_predicted_acceptance(name: str, kind: str) -> None:
     "method", ["dflash", *(pytest.param(m, marks=pytest.mark.slow) for m in ("dspark", "peagle"))]
 )
 def test_lookup_is_grafted(method: str) -> None:
-    """Copies of what the text says elsewhere, in a tree beside what the heads draft; the text repeats itself."""
+    """Grafts copies of earlier text onto the tree that the heads draft. The text repeats itself."""
     target = shared_target()
     ids = torch.cat([prompt(8), prompt(8), prompt(8)], dim=1)
     heads = heads_of(target, method)
@@ -111,14 +111,14 @@ def test_sampled_with_a_seed(name: str) -> None:
 
 
 # ---------------------------------------------------------------------- the distribution
-ENOUGH = 1000  # samples in which the planted bug shows: of 250 it is not told from chance
+ENOUGH = 1000  # samples that reveal the planted bug; with 250, it cannot be told from chance
 DRAWN = {"kind": "static", "choices": ((0,), (1,), (0, 0), (0, 1), (1, 0)), "children": "sampled"}
 FAMILIES = ("dflash", "jetspec", "dspark", "dflash2", "domino", "peagle", "mtp")
 DRAFTERS = ["dflash2", *(pytest.param(method, marks=pytest.mark.slow) for method in FAMILIES if method != "dflash2")]
 
 
 def statistic_of(method: str, samples: int, **tree: Any) -> tuple[float, float]:
-    """Chi-square of three sampled tokens against the target's distribution, and its critical value."""
+    """Returns chi-square of three sampled tokens against the target's distribution, and its critical value."""
     target, setting = five_token_target(), {"temperature": 0.8, "top_k": 4}
     options = {"selector_top_k": 3} if method == "dflash2" else {}
     heads = scrambled_heads(target, method, **{**OPTIONS[method], "feature_layers": (0, -1), **options}
@@ -134,7 +134,7 @@ def statistic_of(method: str, samples: int, **tree: Any) -> tuple[float, float]:
 
 @pytest.mark.parametrize("method", DRAFTERS)
 def test_drawn_children_follow_the_target(method: str) -> None:
-    """q is what the heads say after each branch, of few candidates only with DFlash 2."""
+    """q is the heads' distribution after each branch. With DFlash 2 it covers only a few candidates."""
     statistic, critical = statistic_of(method, ENOUGH, **DRAWN)
     assert statistic < critical
 
@@ -148,7 +148,7 @@ def test_children_of_best_trees_follow_the_target(method: str) -> None:
 
 @pytest.mark.slow
 def test_planted_bug_children_are_not_drawn_from_what_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: candidates drawn as if all were alike, while verification is told the selector's scores."""
+    """Control: candidates are drawn uniformly, while verification uses the selector's scores."""
     draw = DraftSampler.draw
     monkeypatch.setattr(DraftSampler, "draw", staticmethod(lambda probs, width: draw((probs > 0).float(), width)))
     statistic, critical = statistic_of("dflash2", ENOUGH, **DRAWN)
@@ -156,5 +156,5 @@ def test_planted_bug_children_are_not_drawn_from_what_is_recorded(monkeypatch: p
 
 
 def test_all_methods_are_in_the_shared_matrices() -> None:
-    """What is parametrised by `METHODS` elsewhere has these families too."""
+    """Tests elsewhere that are parametrised by `METHODS` include these families, too."""
     assert set(FAMILIES) | {"lookup"} <= set(METHODS)

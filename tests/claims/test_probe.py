@@ -1,4 +1,4 @@
-"""Targets are tried before their first rounds: those that do not heed masks or positions are found and refused."""
+"""The probe runs targets before their first rounds, and refuses those that ignore masks or positions."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class DeafToPositions(LlamaForCausalLM):
-    """Takes `position_ids`, and counts slots all the same."""
+    """Accepts `position_ids`, but counts slots instead."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         return super().forward(input_ids, attention_mask=attention_mask, **kwargs)
 
 
 class DeafToMasks(LlamaForCausalLM):
-    """Takes masks, and is causal by slots whatever a 4D one says."""
+    """Accepts masks, but ignores 4D ones and attends causally by slots."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         if attention_mask is not None and attention_mask.dim() == 4:
@@ -50,7 +50,7 @@ def planted(kind: type[LlamaForCausalLM]) -> LlamaForCausalLM:
 
 @pytest.mark.parametrize("kind", [DeafToPositions, DeafToMasks])
 def test_planted_targets(kind):
-    """Trees would be silently wrong; a chain, whose slots are its positions, is right."""
+    """Trees would be silently wrong. Chains are right, because their slots are their positions."""
     target, ids = planted(kind), prompt()
     expected = plain(target, ids, NEW)
     tree, chain = (StubHead(target, expected, (0, 1, None, 0), **options) for options in ({}, {"kind": "chain"}))

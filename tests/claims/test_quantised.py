@@ -1,4 +1,4 @@
-"""Heads of a full-precision target beside its quantised copy: the text is the quantised target's own."""
+"""Heads of a full-precision target with its quantised copy: the text is the quantised target's own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def missing(package: str) -> pytest.MarkDecorator:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer as GPTQ and AWQ present it: no `weight`, no `in_features`, 8-bit integers and their scales."""
+    """A linear layer as in GPTQ and AWQ: no `weight` and no `in_features`, but 8-bit integers and scales."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -70,7 +70,7 @@ QUANTISERS = [
 @pytest.mark.parametrize("kind", ["chain", "dynamic"])
 @pytest.mark.parametrize("quantise", QUANTISERS)
 def test_greedy_text_is_the_quantised_targets(quantise, kind, lm_head):
-    """With heads made for the full-precision target, which recognise the copy by its token embedding."""
+    """Heads made for the full-precision target recognise the copy by its token embedding."""
     target, ids = wide_target(), prompt()
     full = target(ids).logits
     heads = [random_heads(target, method, TREES[kind]) for method in ("poss", "medusa")]
@@ -88,7 +88,8 @@ def test_greedy_text_is_the_quantised_targets(quantise, kind, lm_head):
 @pytest.mark.parametrize("method", METHODS_BY_KIND)
 @pytest.mark.parametrize("quantise", QUANTISERS[:2])
 def test_heads_in_bfloat16(quantise, method):
-    """Features go into the heads, and what they draft into the target's `lm_head`, in the type each of them wants."""
+    """Features for the heads, and drafts for the target's `lm_head`, are converted to the dtype that each of them
+    needs."""
     target, ids = quantise(wide_target(), True), prompt()
     options = {**OPTIONS, "draft-lm": {"num_hidden_layers": 1, "head_dim": 16}}.get(method, {})
     heads = AutoDraftHead.from_target(target, method, dtype=torch.bfloat16, **options).eval()

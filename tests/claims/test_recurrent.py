@@ -29,7 +29,8 @@ from hf_specheads.target.recurrence import CONTINUE_FROM_STATES, DO_NOT_CONTINUE
 NEW = 20
 MIXED = (0, 0, 1, 0, None, 0, 0, 0, 0, 0, 0, 2)
 CHAIN = {"kind": "chain", "depth": 4}
-# Gated delta rule and attention in turns; state spaces alone; compressing; a state and attention in one layer.
+# Gated delta rule alternating with attention; state spaces alone; compressed attention; state and attention in one
+# layer.
 SHAPES = (
     "qwen3_next",
     "mamba2",
@@ -74,7 +75,7 @@ def assert_same_states(ours, theirs) -> None:
 
 
 def plain_cache(target, ids: torch.Tensor, new_tokens: int):
-    """What plain decoding has in its cache after it has emitted so many tokens."""
+    """Returns the cache of plain decoding after it has emitted this many tokens."""
     cache = new_cache(target)
     plain(target, ids, new_tokens, **{name_of(target): cache})
     return cache
@@ -89,7 +90,8 @@ def plain_cache(target, ids: torch.Tensor, new_tokens: int):
     ],
 )
 def test_families_that_continue_from_states(model_type):
-    """Logits and states of forwards over several tokens are those of as many over one; so text and cache are, too."""
+    """Logits and states are the same from forwards over several tokens as from forwards over one token, and therefore
+    text and cache are, too."""
     target, ids, text = target_of(model_type), prompt(), plain_text(model_type)
     one, several = (forwards_over(target, text, [19, width, 1]) for width in (1, 6))
     assert float((one - several).abs().max()) < 1e-4 * float(one.abs().max())
@@ -104,11 +106,11 @@ def test_families_that_continue_from_states(model_type):
 
 @pytest.mark.parametrize("model_type", ["jamba", "mamba", "nemotron_h", "zamba2"])
 def test_families_that_do_not(model_type):
-    """Refused, and rightly so: several tokens in one forward give other logits."""
+    """These families are rightly refused: several tokens in one forward give other logits."""
     target, ids = tiny_target(model_type), prompt()
     text = plain(target, ids, 8)
     several = forwards_over(target, text, [19, 8])
-    if model_type != "mamba":  # token by token they are those of plain decoding
+    if model_type != "mamba":  # token by token, the logits are those of plain decoding
         one = forwards_over(target, text, [19, 1])
         assert float((one - several).abs().max()) > 1e-4 * float(one.abs().max())
     heads = StubHead(target, text, **CHAIN)
@@ -151,7 +153,7 @@ def test_trees_and_other_loops_are_refused(tree, words):
 @pytest.mark.parametrize("model_type", ["qwen3_next", "mamba2"])
 @pytest.mark.parametrize("saved", [{}, {"kind": "chain", "depth": 4, "lookup": 3}], ids=["none", "with copies"])
 def test_heads_without_a_chosen_tree_draft_chains(model_type, saved):
-    """What a user gets who calls `generate` with heads as they are, whatever tree was saved with them."""
+    """A user who calls `generate` with heads as they are gets chains, whatever tree was saved with them."""
     target, ids = target_of(model_type), prompt()
     heads = random_heads(target, "eagle", **saved)
     if not saved:
@@ -159,7 +161,7 @@ def test_heads_without_a_chosen_tree_draft_chains(model_type, saved):
     got = plain(target, ids, 12, assistant_model=heads)
     assert why_texts_differ(target, plain(target, ids, 12), got, ids.shape[1]) in (None, "tie")
     assert heads.last_stats.rounds > 0
-    heads.tree_config = heads.tree_config  # now it is somebody's choice
+    heads.tree_config = heads.tree_config  # from here on, the tree is a user's choice
     with pytest.raises(UnsupportedGenerationError, match="draft a chain instead"):
         plain(target, ids, 12, assistant_model=heads)
 
@@ -175,7 +177,7 @@ def test_depths(model_type, depth, ranks):
 
 
 def test_accepted_tokens_do_not_pile_up():
-    """Chains that always lose a token are never accepted as a whole."""
+    """Uses chains that always lose a token, so that no chain is accepted as a whole."""
     target, ids = target_of("qwen3_next"), prompt()
     text = plain(target, ids, 60)
     heads = StubHead(target, text, (0, None, 0), **CHAIN)
@@ -227,7 +229,7 @@ def test_a_padded_prompt():
 
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_conversations(model_type):
-    """A cache that is handed in, given back, and handed in again with more text."""
+    """A cache is passed in, given back, and passed in again with more text."""
     target, name = target_of(model_type), name_of(target_of(model_type))
     texts = []
     for with_heads in (False, True):
@@ -240,7 +242,7 @@ def test_conversations(model_type):
             texts += [] if with_heads else [whole]
             assert torch.equal(whole, texts[turn])
             follow = prompt(5, seed=turn)
-            # A pure state takes new tokens only: the last one emitted and those that follow.
+            # A cache of states only takes new tokens: the last one emitted and those that follow.
             ids = torch.cat([whole[:, -1:] if name == "cache_params" else whole, follow], dim=1)
 
 
@@ -264,7 +266,7 @@ def test_seeded_samples_are_those_of_plain_decoding(model_type):
 
 @pytest.mark.slow
 def test_drawn_drafts_follow_the_targets_distribution():
-    """Tokens 2 and 3 of texts whose drafts are drawn and verified by the ratio rule."""
+    """Tests tokens 2 and 3 of texts whose drafts are drawn and verified by the ratio rule."""
     target, samples = tiny_target("qwen3_next", vocab_size=6, **EXTRA["qwen3_next"]), 400
     target.generation_config.eos_token_id = None
     ids = torch.tensor([[3, 4, 3, 1, 2, 4]])
@@ -289,7 +291,7 @@ def test_drawn_drafts_follow_the_targets_distribution():
 
 # ---------------------------------------------------------------------- interrupted
 class EndsAt(MaxLengthCriteria):
-    """A user's own criterion, asked about every token."""
+    """A user's own criterion, which must be asked about every token."""
 
 
 @pytest.mark.covering(1)
@@ -318,7 +320,7 @@ def test_a_streamer_that_raises(model_type, at):
 @pytest.mark.parametrize("model_type", SHAPES)
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_forward_that_raises(model_type, layer):
-    """States after it are those before it, less what no forward has committed."""
+    """The states after the error are those before it, without anything that no forward has committed."""
     target, heads = target_of(model_type), oracle(model_type)
     modules = target.get_decoder().layers if hasattr(target.get_decoder(), "layers") else target.backbone.layers
     seen: list[int] = []

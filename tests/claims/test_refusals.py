@@ -1,4 +1,4 @@
-"""What cannot be served exactly is refused in one sentence, before the target has run once."""
+"""Calls that cannot be served exactly are refused in one sentence, before the target has run once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_specheads.generation.verification.rules import RULES
 
 
 def refusal(target, heads, error: type[Exception], ids=None, counted=None, **options: Any) -> str:
-    """The message of a refused call; nothing may have run."""
+    """Returns the message of a refused call, and checks that no forward ran."""
     ids = prompt() if ids is None else ids
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False} | options
     with CountForwards(counted or target) as forwards, pytest.raises(error) as refused:
@@ -51,7 +51,8 @@ def test_options(option):
 
 
 def test_gradient_checkpointing_in_training_mode():
-    """Layers drop the cache then: plain decoding forgets its prompt, and rounds would fail within a forward."""
+    """In this mode, layers drop the cache: plain decoding forgets its prompt, and rounds would fail within a
+    forward."""
     target, ids = own_target("llama"), prompt()
     heads = random_heads(target)
     expected = plain(target, ids, 12)
@@ -63,7 +64,7 @@ def test_gradient_checkpointing_in_training_mode():
 
 
 def test_a_forward_argument_that_tree_nodes_cannot_get():
-    """GPT-2 adds an embedding per token type; without one per node the text would silently change."""
+    """GPT-2 adds an embedding per token type. Without one per node, the text would silently change."""
     target, ids = shared_target("gpt2"), prompt()
     types = torch.full_like(ids, 5)
     assert "token_type_ids" in refusal(target, random_heads(target), UnsupportedGenerationError, token_type_ids=types)
@@ -112,7 +113,7 @@ def test_a_target_with_other_weights():
     heads.remember_target(shared_target("llama"))
     message = refusal(shared_target("llama", seed=5), heads, WrongTargetError)
     assert "fingerprint" in message
-    heads.config.target = None  # the way out the message names
+    heads.config.target = None  # the remedy that the message names
     plain_ids = shared_target("llama", seed=5).generate(prompt(), max_new_tokens=8, do_sample=False)
     with_heads = shared_target("llama", seed=5).generate(
         prompt(), max_new_tokens=8, do_sample=False, assistant_model=heads
@@ -167,7 +168,8 @@ def test_a_rescaling_rope_of_one_layer_type():
 
 
 def target_with_rope(rope: dict[str, Any], limit: int, family: str = "llama"):
-    """Not a shared one: a rope table is no hashable override."""
+    """Makes a target with these rope parameters. It is not shared, because a dictionary cannot be a hashable
+    override."""
     like = own_target(family)
     like.config.rope_parameters, like.config.max_position_embeddings = rope, limit
     target = type(like)(like.config).eval()
@@ -187,7 +189,7 @@ def test_positions_that_enter_as_biases():
         "falcon", vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True
     )
     target = AutoModelForCausalLM.from_config(config).eval()
-    heads = AutoDraftHead.from_target(target, "eagle").with_tree(kind="dynamic")  # somebody's choice
+    heads = AutoDraftHead.from_target(target, "eagle").with_tree(kind="dynamic")  # a tree of the user's choice
     assert "alibi" in refusal(target, heads, UnsupportedGenerationError)
 
 
@@ -205,9 +207,10 @@ def test_the_same_refusals_without_the_dispatch():
     target = shared_target("llama")
     for options, words in OPTIONS.values():
         if "beam search" in words or "synced" in words:
-            continue  # transformers chooses beams itself, and hands synced_gpus to nobody
+            continue  # transformers itself decides on beams, and does not pass synced_gpus on
         if "offloaded" in words and not streams():
-            continue  # transformers itself makes no such cache: a CUDA build of torch on a machine without a device
+            # transformers itself makes no such cache with a CUDA build of torch on a machine without a device
+            continue
         with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match=re.escape(words)):
             target.generate(
                 prompt(), max_new_tokens=4, custom_generate=speculative_generate, draft_head=random_heads(target),

@@ -1,9 +1,9 @@
 """Sampling with draft heads has exactly the target's processed distribution.
 
-Enumeration: the draws of a generation are replaced by a script that spells one output; the product of the
-probabilities of those draws is the probability the algorithm gives to that output. Summed over all outputs of a
-5-token vocabulary this is its whole distribution, with nothing left to chance. A chi-square test then lets the real
-random numbers speak.
+Enumeration: a script replaces the draws of a generation so that they give one chosen output. The product of the
+probabilities of these draws is the probability that the algorithm gives to this output. Over all outputs of a 5-token
+vocabulary, this is the algorithm's whole distribution, without any chance. In addition, a chi-square test uses the
+real random numbers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def heads_for(target, exact_seed: bool, **tree: Any):
 class Script:
     """Replaces the draws: every node draws the token that the wanted output has at its depth.
 
-    Nodes beside the path draw something as well, which changes nothing: the draws are independent.
+    Nodes beside the path draw a token as well. This changes nothing, because draws are independent.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, spoil: Any = None):
@@ -88,7 +88,7 @@ class Script:
         return torch.tensor([[self.wanted[place]] for place in places])
 
     def run(self, wanted: tuple[int, ...], generate: Any) -> float:
-        """Probability of one output; the output itself must come out as scripted."""
+        """Returns the probability of one output, and checks that the output comes out as scripted."""
         self.wanted, self.emitted, self.probability = wanted, 0, 1.0
         assert tuple(generate().tolist()) == wanted
         return self.probability
@@ -97,7 +97,7 @@ class Script:
 def algorithm_distribution(
     script: Script, target, heads, setting: dict[str, Any], first: int | None = None
 ) -> dict[tuple[int, ...], float]:
-    """Of all outputs, or of those that begin with a token."""
+    """Returns the probabilities of all outputs, or of those that begin with the token `first`."""
     outputs = itertools.product(range(VOCAB) if first is None else [first], *[range(VOCAB)] * (LENGTH - 1))
     return {wanted: script.run(wanted, lambda: sample(target, heads, **setting)) for wanted in outputs}
 
@@ -107,7 +107,7 @@ def algorithm_distribution(
     [
         ("all", True),
         ("plain", False),
-        # By default penalties are in test_sampling_matrix.py.
+        # Cases with penalties run in test_sampling_matrix.py by default.
         *(
             pytest.param(*case, marks=SLOW)
             for case in (("repetition", True), ("all", False), ("top-p", False), ("top-k", True))
@@ -150,7 +150,7 @@ FAMILIES = ("dflash", "jetspec", "dspark", "dflash2", "domino", "peagle", "mtp",
     ids=lambda value: {True: "token by token", False: "all nodes at once"}.get(value, value),
 )
 def test_enumerated_distribution_of_families(method, exact_seed, monkeypatch):
-    """Drafters of a whole block, P-EAGLE, MTP layers and copies, from trees in force."""
+    """Enumerates block drafters, P-EAGLE, MTP layers and copies, with trees."""
     target = five_token_target()
     levels = {"feature_layers": (0, -1)} if "feature_layers" in config_fields(method) else {}
     tree = DraftTreeConfig(depth=2, top_k=2, total_tokens=5)
@@ -180,7 +180,7 @@ def _bonus_without_temperature(temperature: float) -> Any:
 
 @pytest.mark.parametrize("exact_seed", [True, False], ids=["token by token", "all nodes at once"])
 def test_planted_bug_is_found_by_enumeration(exact_seed, monkeypatch):
-    """In a part of it: the outputs that begin like the likeliest one."""
+    """Only enumerates the outputs that begin like the likeliest one."""
     target = five_token_target()
     expected = target_distribution(target, SETTINGS["temperature"], LENGTH)
     first = max(expected, key=expected.__getitem__)[0]
@@ -194,9 +194,9 @@ def test_planted_bug_is_found_by_enumeration(exact_seed, monkeypatch):
 
 
 def sampled_statistic(exact_seed: bool, setting: dict[str, Any], **tree: Any) -> tuple[float, float]:
-    """Chi-square of two late tokens of longer outputs, and its critical value.
+    """Returns chi-square of two late tokens of longer outputs, and its critical value.
 
-    The very last token is left out: no draft is made for it.
+    The very last token is left out, because no draft is made for it.
     """
     samples, length, late = 200, 6, slice(-3, -1)
     target = five_token_target()
@@ -212,7 +212,7 @@ def sampled_statistic(exact_seed: bool, setting: dict[str, Any], **tree: Any) ->
     return statistic, critical_value(freedom)
 
 
-# All five tokens are children: a draft is always accepted, and every other token is a bonus token.
+# All five tokens are children, so a draft is always accepted, and every other token is a bonus token.
 EVERY_TOKEN = {"depth": 1, "top_k": 5, "total_tokens": 6}
 CHI_SQUARE = {
     "at once": (False, {"temperature": 0.8, "top_k": 4, "top_p": 0.95}, {}),
@@ -229,9 +229,9 @@ def test_sampled_distribution(case):
     assert statistic < critical
 
 
-@pytest.mark.slow  # by default it is found by enumeration
+@pytest.mark.slow  # by default, the bug is found by enumeration
 def test_planted_bug_is_found_by_sampling(monkeypatch):
-    """The same test fails when the bonus token ignores the temperature."""
+    """Control: the test fails when the bonus token ignores the temperature."""
     original, spoil = rules.verify_all_nodes, _bonus_without_temperature(0.4)
 
     def spoiled(tree, input_ids, logits, *args):

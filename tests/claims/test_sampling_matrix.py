@@ -1,7 +1,7 @@
 """Every way to process the target's logits with every way to verify: constraints hold, and the distribution is right.
 
-Whole generations show that the constraints hold and which rule was at work; single rounds, drafted and verified many
-times over, give the distribution of the next two tokens.
+Whole generations show that the constraints hold and which rule was used. Single rounds, drafted and verified many
+times, give the distribution of the next two tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ CHAIN = {"kind": "chain", "depth": 2}
 
 
 class Grammar(LogitsProcessor):
-    """A constraint with a state: the sum of neighbours is odd, or the token is 0. It must see every token, once."""
+    """A constraint with a state: the sum of neighbours is odd, or the token is 0. It must see every token exactly
+    once."""
 
     def __init__(self) -> None:
         self.length: int | None = None
@@ -66,7 +67,8 @@ def allowed_tokens(batch: int, ids: torch.Tensor) -> list[int]:
     return [token for token in range(VOCAB) if token != int(ids[-1])]
 
 
-# Options of `generate`, and the same processors by themselves (new ones for every generation: they may have a state).
+# Options of `generate`, and a function that makes the same processors anew for every generation, as they may have a
+# state.
 PROCESSORS: dict[str, tuple[dict[str, Any], Callable[[], list]]] = {
     "temperature": ({"temperature": 0.6}, lambda: [TemperatureLogitsWarper(0.6)]),
     "top-k": ({"top_k": 3}, lambda: [TopKLogitsWarper(3)]),
@@ -82,7 +84,7 @@ PROCESSORS: dict[str, tuple[dict[str, Any], Callable[[], list]]] = {
 OF_THE_USER = ("prefix_allowed_tokens_fn", "grammar")
 READ_THE_TEXT = ("repetition penalty", *OF_THE_USER)
 
-# Tree, attributes of the heads, and the rule at work if processors are row-wise, or read the text.
+# Tree, attributes of the heads, and the expected rule for row-wise processors and for processors that read the text.
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "top-k, token by token": ({}, {}, "verify_token_by_token", "verify_token_by_token"),
     "top-k, at once": ({}, {"exact_seed": False}, "verify_all_nodes", "verify_token_by_token"),
@@ -91,8 +93,8 @@ RULES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "typical": ({}, {"verification": "typical"}, "verify_typical", "verify_typical"),
 }
 LOSSLESS = [rule for rule in RULES if rule != "typical"]
-# Every processor once; every rule with one that looks at rows, and with one that reads the text where that changes
-# what verifies.
+# Every processor once, and every rule with a row-wise processor and, if it selects another rule, with one that reads
+# the text.
 IN_THE_DEFAULT_RUN = [
     *zip(("temperature", "top-k", "top-p", "min-p"), LOSSLESS, strict=True),
     ("typical-p", LOSSLESS[0]),
@@ -115,7 +117,7 @@ def heads_of(rule: str) -> Any:
 
 
 def generate(heads: Any, processors: str | None, **options: Any) -> torch.Tensor:
-    """Whole text int64 [T] of one generation."""
+    """Returns the whole text int64 [T] of one generation."""
     given = dict(PROCESSORS[processors][0]) if processors else {}
     if "logits_processor" in given:
         given["logits_processor"] = [given["logits_processor"]()]
@@ -125,13 +127,13 @@ def generate(heads: Any, processors: str | None, **options: Any) -> torch.Tensor
 
 @functools.cache
 def raw_logits(context: tuple[int, ...]) -> torch.Tensor:
-    """The target's logits [1, V] after a text, without cache."""
+    """Returns the target's logits [1, V] after a text, without cache."""
     with torch.no_grad():
         return five_token_target()(torch.tensor([context])).logits[:, -1].float()
 
 
 def processed(processors: str, context: tuple[int, ...]) -> torch.Tensor:
-    """The target's distribution [V] after a text, one step of plain generation by itself."""
+    """Returns the target's distribution [V] after a text, as one step of plain generation computes it."""
     scores = raw_logits(context)
     for processor in PROCESSORS[processors][1]():
         scores = processor(torch.tensor([context]), scores.clone())
@@ -139,7 +141,7 @@ def processed(processors: str, context: tuple[int, ...]) -> torch.Tensor:
 
 
 def cases(rules: Iterable[str]) -> list[Any]:
-    """All processors with all of some rules; typical acceptance is in the default run with all of them."""
+    """Returns all processors with these rules. The default run has typical acceptance with all processors."""
     chosen = [*IN_THE_DEFAULT_RUN, *((processors, "typical") for processors in PROCESSORS)]
     return [pytest.param(*case, marks=[] if case in chosen else pytest.mark.slow)
             for case in itertools.product(PROCESSORS, rules)]  # fmt: skip
@@ -177,14 +179,14 @@ def test_the_argmax_is_the_same_by_every_rule(rule):
 
 
 class SameDraft(TableHead):
-    """Drafts by table, in all rows alike."""
+    """Drafts from a table, with the same draft in all rows."""
 
     def logits_after(self, row, path):
         return super().logits_after(0, path)[:VOCAB]
 
 
 def drafts(rule: str, processors: str, rows: int) -> DraftTree:
-    """One draft tree per row, after the tests' prompt."""
+    """Makes one draft tree per row, after the tests' prompt."""
     tree, *_ = RULES[rule]
     tree = tree or {"depth": 2, "top_k": 2, "total_tokens": 5}
     head = SameDraft(11, rows, **tree)
@@ -197,7 +199,7 @@ def drafts(rule: str, processors: str, rows: int) -> DraftTree:
 
 
 def node_logits(tree: DraftTree) -> torch.Tensor:
-    """The target's raw logits [B, N, V] at the nodes."""
+    """Returns the target's raw logits [B, N, V] at the nodes."""
     logits = []
     for node in range(tree.num_nodes):
         numbers = torch.full((len(tree.token_ids),), node)
@@ -216,7 +218,7 @@ def one(tree: DraftTree, index: int) -> DraftTree:
 
 
 def next_two(rule: str, processors: str, samples: int) -> Counter:
-    """Counts of the next two tokens; where a round emits only one, plain generation draws the second."""
+    """Counts the next two tokens. If a round emits only one, plain generation draws the second."""
     name = RULES[rule][3 if processors in READ_THE_TEXT else 2]
     tree = drafts(rule, processors, samples)
     logits = node_logits(tree)
@@ -260,7 +262,7 @@ def test_distribution_of_the_next_two_tokens(processors, rule):
 
 @pytest.mark.parametrize("rule", LOSSLESS)
 def test_planted_bug_the_targets_logits_are_not_processed(rule, monkeypatch):
-    """The control of the test above."""
+    """Control of the test above."""
     for name in ("scores_at_node", "scores_at_all_nodes"):
         monkeypatch.setattr(TokenSampler, name, lambda sampler, *given: given[-1].float())
     statistic, freedom = chi_square(next_two(rule, "temperature", 200), expected_two("temperature"), 200)

@@ -1,6 +1,6 @@
-"""All heads of `model_cards/` as they lie there, without any setting: one text and batches, greedy and sampled.
+"""All heads of `model_cards/`, without any settings: one text and batches, greedy and sampled.
 
-Trees that are saved with heads may hold what others never do, and those here are what newcomers meet first.
+Trees that are saved with heads may be unusual, and these heads are the first that new users try.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def target() -> PreTrainedModel:
 
 
 def prompts(batch: int) -> dict[str, torch.Tensor]:
-    """Texts that repeat themselves, so that there is something to copy; padded on the left by one token each."""
+    """Makes texts that repeat themselves, so that there is something to copy, padded on the left by one more token per
+    row."""
     ids = (torch.arange(20) % 7 + 300).repeat(batch, 1)
     mask = torch.ones_like(ids)
     for row in range(batch):

@@ -1,4 +1,4 @@
-"""Several threads, one target: texts are those of one thread, and nothing that others can see is changed meanwhile."""
+"""Several threads with one target: texts equal those of one thread, and nothing visible to other threads changes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEPT = torch.arange(3, 60)
 
 
 class Threads:
-    """Jobs that run at the same time, again and again; each has to give what it gives alone."""
+    """Runs jobs at the same time, repeatedly. Each must give what it gives alone."""
 
     def __init__(self, jobs: dict[str, Callable[[], torch.Tensor]]):
         self.jobs = jobs
@@ -53,7 +53,7 @@ class Threads:
 
 
 def seen_by_others(*models) -> list:
-    """What other threads would notice if it changed."""
+    """Returns everything whose change other threads would notice."""
     return [
         dict(os.environ),
         dict(ALL_ATTENTION_FUNCTIONS.items()),
@@ -65,7 +65,7 @@ def seen_by_others(*models) -> list:
 def test_threads_of_one_target_do_not_notice_each_other():
     target, model = own_target("mistral"), own_target(seed=1)
     for each in (target, model):
-        each(prompt(3), output_hidden_states=True)  # transformers hangs its own hooks on, once
+        each(prompt(3), output_hidden_states=True)  # transformers adds its own hooks once
     shared, other = random_heads(target, "eagle"), random_heads(target, "poss", kind="chain")
     adaptive = random_heads(target, "eagle", seed=4)
     adaptive.adaptive = True
@@ -95,7 +95,7 @@ def test_threads_of_one_target_do_not_notice_each_other():
 
 
 class Watched:
-    """Looks at the models whenever a layer of one of them begins its forward."""
+    """Checks the models whenever a layer of one of them begins its forward."""
 
     def __init__(self, *models):
         self.models, self.changes = models, 0
@@ -186,10 +186,11 @@ class CallsBetween:
 
 
 def interleaved(method: str) -> tuple[list, list, int]:
-    """Draft trees of a call with calls for another target in between, those of a call alone, and wrong texts."""
+    """Returns the draft trees of a call interrupted by calls for another target, those of the call alone, and the
+    number of wrong texts."""
     target, other = own_target(), own_target(seed=1)
     heads = random_heads(target, method)
-    heads.config.target = None  # made for none in particular
+    heads.config.target = None  # the heads are made for no particular target
     heads.trace = True
     plain(target, prompt(), NEW, assistant_model=heads)
     alone, expected = trees_of(heads), plain(other, prompt(), 3)
@@ -205,7 +206,7 @@ def interleaved(method: str) -> tuple[list, list, int]:
 
 
 class Recording:
-    """Keeps the statistics of the outer call, which the inner ones replace."""
+    """Keeps the statistics of the outer call, which the inner calls replace."""
 
     def __init__(self, streamer, heads, stats: list):
         self.streamer, self.heads, self.stats = streamer, heads, stats
@@ -275,14 +276,14 @@ def test_threads_of_recurrent_and_multimodal_targets():
 
 
 def streamed(target, heads, alone: list[torch.Tensor]) -> torch.Tensor:
-    """The texts of a stream of two at a time, in the order of its requests."""
+    """Returns the texts of a stream of two sequences at a time, in the order of its requests."""
     found = generate_stream(target, heads, alone, 2, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     return torch.tensor([one.token_ids for one in sorted(found, key=lambda one: one.index)])
 
 
 @pytest.mark.parametrize("model_type", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_threads_share_heads_of_a_recurrent_target(model_type):
-    """States that are kept, restored and put into places of batches are those of one call each."""
+    """States that are kept, restored and moved between places of a batch belong to one call each."""
     target = tiny_target(model_type)
     target(prompt(3), output_hidden_states=True)
     heads = random_heads(target, "eagle", kind="chain", depth=3)

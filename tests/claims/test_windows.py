@@ -1,4 +1,4 @@
-"""Windows are taken from the config: a cache that the caller made without one slides all the same."""
+"""Windows are taken from the config, so a cache that the caller made without one slides all the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ MIXED = (0, 1, 0, 2, 0, None, 0, 0, 1)
 
 
 def with_own_cache(family: str) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Plain text, that of heads, each after a `DynamicCache()` of the caller, and most tokens a round accepted."""
+    """Returns plain text and the text with heads, each after a `DynamicCache()` of the caller, and the most tokens
+    that a round accepted."""
     target, ids = shared_target(family), prompt()
     expected = plain(target, ids, NEW, past_key_values=DynamicCache())
     heads = StubHead(target, expected, MIXED)
@@ -31,7 +32,7 @@ def test_a_cache_that_knows_of_no_windows(family):
 
 
 def test_windows_by_the_class_of_the_caches_layers_change_the_text(monkeypatch):
-    """The plant: such a cache has layers without windows."""
+    """Control: windows are read from the cache's layers, which have none in such a cache."""
     monkeypatch.setattr(target_cache, "layer_windows", lambda target: [None] * target.config.num_hidden_layers)
     expected, got, _ = with_own_cache("mistral")
     assert not torch.equal(got, expected)

@@ -1,4 +1,4 @@
-"""Drafts that begin before the host knows what was accepted: the same drafts, and none that nobody wants."""
+"""Drafts that begin before the host knows what was accepted: they are the same drafts, and none is made in vain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NEW, FEW = 24, 12
 
 # ---------------------------------------------------------------------- rows
 def tree_of(kind: str, seed: int, batch: int) -> DraftTree:
-    """A chain or a static tree that knows its shape, or one of another shape in every sequence."""
+    """Makes a chain or a static tree that knows its shape, or a tree of another shape in every sequence."""
     if kind == "random":
         return random_tree(seed, batch=batch)
     shape = fixed_shape(TREES[kind].paths, TREES[kind].depth, torch.device("cpu"))
@@ -44,7 +44,7 @@ def tree_of(kind: str, seed: int, batch: int) -> DraftTree:
 
 
 def choices_at(tree: DraftTree, seed: int) -> torch.Tensor:
-    """Often a child of the node."""
+    """Chooses tokens at the nodes, often one of the node's children."""
     rng, choices = random.Random(seed), torch.full_like(tree.token_ids, 98)
     for sequence, parents in enumerate(tree.parents.tolist()):
         for node, parent in enumerate(parents):
@@ -64,7 +64,7 @@ def test_rows_are_those_of_the_paths_that_the_host_finds(kind, seed, batch, read
     expected, got = paths.rows(features).with_validity(), rows_of_choices(tree, choices, features, longest)
     assert torch.equal(got.valid, expected.valid)
     real = torch.nn.functional.pad(expected.valid, (1, 0))
-    real[:, :-1] |= expected.valid  # the root lies before the first of them
+    real[:, :-1] |= expected.valid  # the root lies before the first of these rows
     assert torch.equal(got.token_ids[real], expected.token_ids[real])
     if features is not None:
         assert torch.equal(got.features[got.valid], expected.features[expected.valid])
@@ -76,7 +76,7 @@ class Watched:
 
     Attributes:
         trees: Tokens and scores of every tree that was verified.
-        ahead, undone: Drafts that had begun early, and those of them that were undone.
+        ahead, undone: Number of drafts that began early, and of those among them that were undone.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ def watched(ahead: bool = True):
 
 
 class Pair:
-    """A target of few tokens, so that some drafts are accepted, and heads whose steps are replayed."""
+    """A target with a small vocabulary, so that some drafts are accepted, and heads whose steps are replayed."""
 
     def __init__(self, method: str, kind: str, patch: pytest.MonkeyPatch, vocab: int = FEW):
         self.target = own_target("llama", vocab_size=vocab, seed=2)
@@ -122,7 +122,7 @@ class Pair:
         return plain(self.target, self.ids if ids is None else ids, NEW, **options)
 
     def both_ways(self, generate):
-        """What a call returns, and what was seen, with and without drafts that begin early."""
+        """Returns the result of a call and what was recorded, with and without drafts that begin early."""
         found = []
         for ahead in (True, False):
             torch.manual_seed(3)
@@ -155,7 +155,7 @@ def test_drafts_are_the_same(method, kind, monkeypatch):
 
 
 def batch_both_ways(pair: Pair):
-    """A batch one of whose sequences ends in its midst; the texts there should be as well."""
+    """Runs a batch in which one sequence ends early, and checks that the texts are those of plain generation."""
     inputs, alone = batch_of((9, 4, 14))
     texts = alone_texts(pair.target, alone, max_new_tokens=NEW)
     eos = next(token for token in texts[0][4:12] if token not in texts[1] + texts[2])
@@ -182,8 +182,8 @@ def test_sampled_texts_are_the_same(pair):
 
 
 def test_rounds_that_choose_otherwise(monkeypatch):
-    """Plain steps now and then, after a draft had begun: the first of them waited for it, and says nothing of plain
-    steps."""
+    """Some rounds choose a plain step after a draft has begun. The first such step waited for the draft, so its time
+    must not count as that of a plain step."""
     pair, clocked, record = Pair("eagle", "dynamic", monkeypatch), [], Pace.record_plain
     chosen = iter([0, 0, PLAIN, PLAIN, 0, PLAIN] * 20)
     monkeypatch.setattr(Pace, "choose", lambda *_: next(chosen))
@@ -192,12 +192,12 @@ def test_rounds_that_choose_otherwise(monkeypatch):
     with watched() as seen:
         got = pair.text(assistant_model=pair.heads)
     assert got.tolist() == pair.text().tolist() and seen.ahead > 0 and seen.undone > 0
-    budget_left = 1  # for the last token, a round that drafts nothing is a plain step to the clock
+    budget_left = 1  # for the last token, a round that drafts nothing counts as a plain step
     assert 0 < len(clocked) <= pair.heads.last_stats.plain_steps - seen.undone + budget_left
 
 
 def test_a_call_inside_a_call(pair):
-    """It writes over what a draft of the call around it has left."""
+    """The inner call overwrites what a draft of the outer call has left."""
 
     class CallsBetween:
         same: list[bool] = []
@@ -247,7 +247,7 @@ def test_the_host_sends_for_the_choices_first_drafts_and_reads_them_then(pair, m
 
 
 def test_a_distribution_that_is_none_is_refused_as_ever(pair, monkeypatch):
-    """Before a token that is none is looked up in an embedding, which a device does not survive."""
+    """An invalid token must be caught before an embedding looks it up, because a device does not survive that."""
     calls, scores_at = iter(range(99)), TokenSampler.scores_at_node
 
     def overflows(self, input_ids, logits):

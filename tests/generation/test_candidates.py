@@ -1,4 +1,4 @@
-"""What rounds draft: as much as there is room for."""
+"""Rounds draft at most as much as there is room for."""
 
 import pytest
 import torch

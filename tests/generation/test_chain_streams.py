@@ -1,4 +1,4 @@
-"""Streams of requests to targets that take chains only: states come into places of a batch, and leave them."""
+"""Streams of requests to targets that only take chains: states move into places of a batch and out of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hf_specheads.target.recurrence import CONTINUE_FROM_STATES, COUNT_PADDING
 CHAIN: dict[str, Any] = {"kind": "chain", "depth": 4}
 LENGTHS = (7, 19, 2, 12, 5, 40, 9)
 BUDGETS = (14, 5, 22, 1, 19, 17, 11)
-# Besides recurrent targets: positions as biases, convolutions, a mask of its own, chunked and sparse attention.
+# In addition to recurrent targets: position biases, convolutions, a target's own mask, chunked and sparse attention.
 OTHERS = ("bloom", "lfm2", "gpt_neo", "llama4_text", "glm_moe_dsa")
 IN_THE_DEFAULT_RUN = ("qwen3_next", "mamba2", "bloom", "lfm2")
 SMALL: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ def oracle(target: Any, texts: list[list[int]], ranks: Any = MIXED, **tree: Any)
 
 
 def assert_own_texts(target: Any, found: list[Any], wanted: list[list[int]]) -> None:
-    """Equal, or parted where two tokens lie closer than rounding moves them."""
+    """Checks that texts are equal, or differ first at two tokens that rounding can exchange."""
     for ids, text, expected in zip(prompts(), texts_of(found), wanted, strict=True):
         plain, ours = (torch.cat([ids, torch.tensor([new])], dim=1) for new in (expected, text))
         assert why_texts_differ(target, plain, ours, ids.shape[1]) in (None, "tie")
@@ -80,7 +80,7 @@ def assert_own_texts(target: Any, found: list[Any], wanted: list[list[int]]) -> 
 )
 @pytest.mark.parametrize("max_batch", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 16))])
 def test_every_text_is_its_own(model_type: str, max_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads that are right now and then: rows accept different numbers of tokens and end at different times."""
+    """The heads are right some of the time, so rows accept different numbers of tokens and end at different times."""
     monkeypatch.setattr(DraftHead, "probe", True)
     target, wanted = target_of(model_type), wanted_texts(model_type)
     for ranks in (MIXED, (0,), (None,)):
@@ -101,7 +101,7 @@ def test_every_text_is_its_own(model_type: str, max_batch: int, monkeypatch: pyt
     "model_type", ["mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "bloom"))]
 )
 def test_what_waits_does_not_pile_up(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One text that is always right beside newcomers, one after the other, that never are."""
+    """One text is always right, next to a series of newcomers that never are."""
     target = target_of(model_type)
     short = [prompt(3 + seed % 5, seed=seed, vocab=90) for seed in range(20)]
     alone, budgets = [prompt(9, seed=50, vocab=90), *short], (120, *(4 for _ in short))
@@ -124,7 +124,7 @@ def test_what_waits_does_not_pile_up(model_type: str, monkeypatch: pytest.Monkey
 
 
 def test_padding_goes_with_the_texts_that_brought_it() -> None:
-    """A cache is as wide as its longest text, whoever was in it before."""
+    """The cache is as wide as its longest current text, whoever was in it before."""
     target, widths = target_of("qwen3_next"), []
     lengths, budgets = (40, 4, 6, 50, 3), (6, 30, 12, 3, 25)
     alone = [prompt(length, seed=seed, vocab=90) for seed, length in enumerate(lengths)]
@@ -177,14 +177,14 @@ def test_adaptive_heads_of_which_nobody_has_chosen_a_tree() -> None:
 
 
 def test_texts_with_and_without_images() -> None:
-    """Positions of several axes beside those of one, whoever comes first."""
+    """Texts with several position axes sit next to texts with one, in any order."""
     target = image_target("qwen3_5")
     stream: list[dict[str, torch.Tensor]] = []
     for seed, length in enumerate((15, 6, 23, 9, 12)):
         inputs = (
             image_inputs(target, (length,), seed) if seed % 2 else {"input_ids": prompt(length, seed=seed, vocab=90)}
         )
-        inputs["input_ids"][0, 0] = 60 + seed  # none begins as another does
+        inputs["input_ids"][0, 0] = 60 + seed  # gives every text another first token
         stream.append({name: value for name, value in inputs.items() if name != "attention_mask"})
     wanted = [target.generate(**one, max_new_tokens=14, do_sample=False)[0, one["input_ids"].shape[1] :].tolist()
               for one in stream]  # fmt: skip
@@ -210,7 +210,7 @@ def test_sampled_texts_have_the_targets_distribution(children: str) -> None:
     heads.adaptive = False
     expected = target_distribution(target, {"temperature": 0.8}, 4)
     torch.manual_seed(0)
-    # Neighbours of other lengths, so that texts join batches that have gone on.
+    # Neighbours with other lengths make texts join batches that have already progressed.
     neighbour = {"input_ids": PROMPT[:, :3], "max_new_tokens": 3}
     stream = [neighbour if number % 4 == 0 else {"input_ids": PROMPT} for number in range(samples * 4 // 3)]
     options = {"do_sample": True, "top_k": 0, "temperature": 0.8, "max_new_tokens": 4, "eos_token_id": None}
@@ -232,7 +232,7 @@ def test_padding_that_is_taken_in_is_refused() -> None:
 
 
 def test_targets_that_count_padding_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rightly so: behind padding they write other texts."""
+    """The refusal is right: behind padding, such targets write other texts."""
     target = tiny_target("bart")
     wanted = [alone_texts(target, [ids], max_new_tokens=most)[0] for ids, most in zip(prompts(), BUDGETS, strict=True)]
     heads = oracle(target, wanted)
@@ -271,7 +271,7 @@ def test_trees_are_refused() -> None:
 
 
 def test_the_batch_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a stream asks of a target is what a batch of different lengths does."""
+    """A stream requires of a target what a batch of different lengths requires."""
     tried: list[probe.RoundKind] = []
     monkeypatch.setattr(DraftHead, "probe", True)
     monkeypatch.setattr(probe, "_verdicts", {})
@@ -318,5 +318,5 @@ def test_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         found = texts_of(list(generate_stream(target, heads, requests(), 3, do_sample=False)))
     except RuntimeError:
-        return  # states of fewer sequences than tokens
+        return  # there are states of fewer sequences than tokens
     assert found != wanted

@@ -1,4 +1,4 @@
-"""Rows that a draft head takes in next: what plain steps add to them."""
+"""Rows that a draft head takes in next, and what plain steps add to them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hf_specheads.generation.verification.accepted import Accepted
 
 
 def step_rows(outputs: torch.Tensor, token: int = 7) -> NewRows:
-    """Of a plain step of one sequence, from its features [1, 1, F]."""
+    """Makes the rows of a plain step of one sequence, from its features [1, 1, F]."""
     return PackedPaths.of([Accepted([token], [0])], [3], torch.device("cpu")).rows(outputs)
 
 
 def test_rows_of_plain_steps_outlive_the_outputs_they_come_from():
-    """The next replay of a CUDA graph writes over these."""
+    """The next replay of a CUDA graph overwrites these outputs."""
     outputs = torch.ones(1, 1, 4)
     rows = NewRows(torch.tensor([[1, 2, 3]]), torch.zeros(1, 2, 4))
     for number in (1.0, 2.0):

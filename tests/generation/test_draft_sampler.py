@@ -1,4 +1,5 @@
-"""Drawing children: in the right order, from the distribution that is handed on, in trees of every fixed shape."""
+"""Drawing children: in the right order, from the distribution that verification receives, in trees of every fixed
+shape."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def test_surplus_draws_have_probability_zero():
 
 
 def test_the_distribution_is_processed_like_the_targets():
-    """Per node, along its own path; the target's side of the same processors is the reference."""
+    """Processors run per node, along its own path. The reference are the same processors on the target's side."""
     processors = LogitsProcessorList(
         [RepetitionPenaltyLogitsProcessor(1.7), NoBadWordsLogitsProcessor([[4, 5]], eos_token_id=0),
          TemperatureLogitsWarper(0.6), TopKLogitsWarper(5)]
@@ -82,7 +83,7 @@ def test_the_distribution_is_processed_like_the_targets():
 
 
 class Counting(LogitsProcessor):
-    """A user's processor: it may count its calls, so none may be made up."""
+    """A user's processor. It may count its calls, so no additional calls are allowed."""
 
     calls = 0
 

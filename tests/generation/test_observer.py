@@ -1,4 +1,4 @@
-"""Whoever watches rounds sees every token and every node, and changes nothing."""
+"""Observers of rounds see every token and every node, and change nothing."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ CHAIN = {"kind": "chain", "depth": 3}
 
 
 def generated(heads: DraftHead, ids: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The text of a call."""
+    """Generates a text."""
     options = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(ids), **options}
     return shared_target().generate(ids, assistant_model=heads, **options)
 
 
 def observed(heads: DraftHead, ids: torch.Tensor, **options: Any) -> tuple[torch.Tensor, list[Round]]:
-    """The text of a call that is watched, and what was seen."""
+    """Generates a text with an observer, and returns the text and the observed rounds."""
     rounds: list[Round] = []
     heads.on_round = rounds.append
     try:
@@ -91,13 +91,13 @@ def test_probabilities_are_those_of_the_draft_given_the_parent() -> None:
 
 
 def test_a_text_that_ends_within_a_path_has_a_drafted_last_token() -> None:
-    """The path goes on, and no token of the target's own follows."""
+    """The path continues, and no token of the target's own follows."""
     heads, ids = DraftLanguageModel.from_model(shared_target()).with_tree(kind="chain", depth=4), prompt()
     rounds: list[Round] = []
     heads.on_round = rounds.append
     text = plain(shared_target(), ids, 8)[0, ids.shape[1] :].tolist()
     assert text.index(text[-1]) == 7
-    # It drafts what the target says: 1 + 5 tokens, 2 of 5.
+    # These heads draft the target's text. The rounds emit 1 + 5 tokens, then 2 of 5.
     plain(shared_target(), ids, 20, assistant_model=heads, eos_token_id=text[-1])
     last = rounds[-1]
     assert last.accepted[0].cut

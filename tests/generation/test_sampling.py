@@ -1,4 +1,4 @@
-"""Choosing tokens: all nodes at once or one at a time, through transformers' processors."""
+"""Choosing tokens, at all nodes at once or at one node at a time, through transformers' processors."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ WARPERS = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(5), TopPLogitsWarper(0
 
 
 def test_logits_may_be_a_part_of_more():
-    """As those of a stream's rounds are, in which chains end at different lengths."""
+    """The logits of a stream's rounds are such a part if chains end at different lengths."""
     sampler = TokenSampler(LogitsProcessorList(WARPERS), do_sample=True)
     whole = torch.randn(3, 5, 11, dtype=torch.float32)
     part = whole[:, :4]
@@ -32,7 +32,7 @@ def test_logits_may_be_a_part_of_more():
 
 
 class TopKLogitsWarperOfTheUser(TopKLogitsWarper):
-    """A user's processor is never taken for one of transformers' own."""
+    """A user's processor must not be taken for one of transformers' own."""
 
 
 TopKLogitsWarperOfTheUser.__name__ = "TopKLogitsWarper"
@@ -78,7 +78,7 @@ def test_greedy_without_processors_is_the_argmax_of_the_raw_logits():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [3, 17, 64, 4096, 32_001])
 def test_the_favourite_is_plain_decodings(vocab, dtype):
-    """Which of equal ones, and what of numbers that are none, must be as `argmax` has it."""
+    """Ties, and values that are not numbers, must be resolved as `argmax` does."""
     scores = torch.randint(0, 50, (2, 7, vocab)).to(dtype)
     scores[0, 0] = 1.0
     scores[0, 1, vocab // 2] = scores[0, 1, -1] = torch.nan
@@ -97,7 +97,7 @@ def test_one_draw_per_token_as_in_plain_generation():
 
 
 def test_processors_work_in_fp32():
-    """In bf16 a division by the temperature rounds; plain generation casts first."""
+    """In bf16, dividing by the temperature rounds. Plain generation converts to fp32 first."""
     logits = torch.randn(1, 3, 30).to(torch.bfloat16)
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.37)])
     _, scores = TokenSampler(processors, do_sample=True).at_all_nodes(logits)
@@ -105,7 +105,8 @@ def test_processors_work_in_fp32():
 
 
 # ---------------------------------------------------------------------- processors that ask for lengths alone
-SHORT = [MinNewTokensLengthLogitsProcessor(4, 6, [3, 5]), MinLengthLogitsProcessor(8, 7)]  # below 10, and below 8
+# in force below length 10, and below length 8
+SHORT = [MinNewTokensLengthLogitsProcessor(4, 6, [3, 5]), MinLengthLogitsProcessor(8, 7)]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_samplers_without_such_processors_are_themselves():
 
 
 def test_rounds_of_texts_that_may_not_end_yet_are_chosen_at_once(monkeypatch):
-    """All but the round in which a text becomes long enough."""
+    """Only the round in which a text reaches the minimum length is chosen node by node."""
     target, ids = own_target(), prompt(5)
     options = {"min_new_tokens": 20, "eos_token_id": list(range(0, VOCAB, 2)), "pad_token_id": 0}
     heads, asked, nodes = random_heads(target), [], []

@@ -1,4 +1,4 @@
-"""Rounds that stop drafting when it does not promise enough (`stop_below`): shallower trees, the same text."""
+"""Rounds that stop drafting when the draft becomes too improbable (`stop_below`): shallower trees, the same text."""
 
 from collections import Counter
 
@@ -17,8 +17,9 @@ from hf_specheads.generation.drafting.grow import gives_up, grow_tree
 
 @pytest.mark.parametrize("kind", TREES)
 def test_levels_after_an_improbable_frontier_are_left_out(kind):
-    """The tree is that without the option, cut at the level the rule names."""
-    config = TREES[kind] if kind != "dynamic" else TREES[kind].replace(total_tokens=500)  # nothing is left out
+    """The tree equals the one without the option, cut at the level that the rule determines."""
+    # large enough that no candidate is left out
+    config = TREES[kind] if kind != "dynamic" else TREES[kind].replace(total_tokens=500)
     cut = Counter()
     for seed in range(12):
         heads = [TableHead(seed, 1, **config.replace(stop_below=stop).to_dict()) for stop in (0.0, 0.05)]

@@ -1,4 +1,4 @@
-"""A stream of requests: every text is what plain generation makes of it alone, whoever sits beside it."""
+"""A stream of requests: every text is the one that plain generation gives alone, whatever else is in the batch."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wanted_texts(target: Any, alone: list[torch.Tensor], **options: Any) -> list
 @pytest.mark.parametrize("max_batch", [1, 2, 3, 16])
 @pytest.mark.parametrize("family", ["llama", "qwen2-window", "gemma2"])
 def test_every_text_is_its_own(family: str, max_batch: int) -> None:
-    """Heads that are right now and then: rows accept different numbers of tokens and end at different times."""
+    """The heads are right some of the time, so rows accept different numbers of tokens and end at different times."""
     target, alone = shared_target(family), prompts()
     wanted = wanted_texts(target, alone)
     truths = [torch.tensor(ids[0].tolist() + text) for ids, text in zip(alone, wanted, strict=True)]
@@ -52,7 +52,8 @@ def test_every_text_is_its_own(family: str, max_batch: int) -> None:
     assert texts_of(found) == wanted
     assert max(n for one in found for n in one.num_accepted) >= 3
     for one in found:
-        assert sum(n + 1 for n in one.num_accepted) == len(one.token_ids) - 1  # the prompt's forward gave the first
+        # the prompt's forward gave the first token
+        assert sum(n + 1 for n in one.num_accepted) == len(one.token_ids) - 1
 
 
 @pytest.mark.parametrize("method", METHODS_BY_KIND)
@@ -74,7 +75,8 @@ def test_every_method(method: str) -> None:
     ],
 )
 def test_drafts_do_not_depend_on_the_place(method: str) -> None:
-    """Heads draft for a text what they draft for it alone: nothing of who had the place before, or sits beside."""
+    """Heads draft for a text as they do for it alone. Earlier texts in its place and texts beside it have no
+    effect."""
     target, alone = shared_target("llama"), prompts((7, 12, 5, 9))
     heads = random_heads(target, method, TREES["chain"])
     with torch.no_grad():
@@ -98,7 +100,7 @@ def test_copies_from_the_own_text() -> None:
 
 
 def test_adaptive_heads_draft_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which rounds draft, and what, changes no text."""
+    """Neither the choice of rounds that draft nor that of trees changes a text."""
     target, alone = shared_target("llama"), prompts((7, 19, 2, 12, 5))
     heads = random_heads(target, "eagle")
     heads.adaptive, heads.probe = True, True
@@ -172,7 +174,7 @@ def test_requests_are_asked_for_when_there_is_a_place() -> None:
 
 
 def test_texts_go_on_while_nobody_waits() -> None:
-    """Requests that come one by one, long after each other."""
+    """Requests arrive one by one, with long gaps."""
     target, alone = shared_target("llama"), prompts((7, 5, 9))
     late = [alone[0], None, None, alone[1], *[None] * 40, alone[2]]
     found = list(generate_stream(target, random_heads(target, "eagle"), late, 2, max_new_tokens=9, do_sample=False))
@@ -180,7 +182,7 @@ def test_texts_go_on_while_nobody_waits() -> None:
 
 
 def test_heads_that_train_learn_nothing_from_it() -> None:
-    """No graph of a round is kept, whoever has gradients on."""
+    """No autograd graph of a round is kept, even if gradients are enabled."""
     target, alone = shared_target("llama"), prompts((7, 5))
     heads = random_heads(target, "eagle")
     stream, with_graph = generate_stream(target, heads, alone, 2, max_new_tokens=12, do_sample=False), []

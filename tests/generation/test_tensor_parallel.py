@@ -1,4 +1,4 @@
-"""A target that two processes hold together: both draft, or both step plainly, whatever their clocks say."""
+"""A target that two processes share: both draft or both take plain steps, even if their clocks disagree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def pair(tmp_path):
-    """Target and heads in a folder; sizes that two processes can share."""
+    """Saves target and heads in a folder, with sizes that two processes can share."""
     target = own_target("llama", intermediate_size=64)
     target.save_pretrained(tmp_path / "target")
     random_heads(target).save_pretrained(tmp_path / "heads")

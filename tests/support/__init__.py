@@ -1,1 +1,1 @@
-"""What tests share: targets, heads, trees, checkpoints and a local Hub."""
+"""Helpers that tests share: targets, heads, trees, checkpoints and a local Hub."""

@@ -1,8 +1,9 @@
-"""The device that accelerator tests run on: CUDA where there is one, else an emulation that `accelerator.cpp` builds.
+"""The device of accelerator tests: CUDA where available, otherwise an emulation that `accelerator.cpp` builds.
 
-The emulation is the device `pretend`, two of them. Its numbers are the CPU's, so it says nothing of kernels, streams
-or graphs; it says whether tensors of several devices meet, what the host waits for, and whether a time was taken
-without waiting. A process keeps it for good, so `test_accelerator` starts one of its own.
+The emulation registers the device type `pretend`, with two devices. Its kernels are the CPU's, so it cannot test
+kernels, streams or graphs. It shows whether tensors of several devices meet, what the host waits for, and whether a
+time was taken without waiting. A process cannot unload the emulation, so `test_accelerator` starts a process of its
+own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ OURS = "hf_specheads"
 
 
 def emulation_problem() -> str | None:
-    """Why the emulation cannot be built here, `None` if it can."""
+    """Returns the reason why the emulation cannot be built here, or `None` if it can."""
     for tool in ("c++", "ninja"):
         if shutil.which(tool) is None:
             return f"no CUDA here, and no {tool} to build the emulation of an accelerator with"
@@ -37,12 +38,13 @@ def emulation_problem() -> str | None:
 
 @dataclass
 class Seen:
-    """What a device was asked for while it was watched.
+    """What the host asked of a device while it was watched.
 
     Attributes:
-        waits: Operators the host waited for, each with the innermost line of ours: `("item", "loop.py:281 accept")`.
-        copies: Copies that nobody waited for, and crossings between two devices.
-        operators: How many were launched.
+        waits: Operators that the host waited for, each with the innermost line of our code: `("item", "loop.py:281
+            accept")`.
+        copies: Copies that the host did not wait for, and copies between two devices.
+        operators: Number of operators that were launched.
     """
 
     waits: list[tuple[str, str]] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Seen:
 
 
 class Emulation:
-    """The device `pretend`, built and registered."""
+    """The device type `pretend`, built and registered."""
 
     def __init__(self) -> None:
         from torch.utils.cpp_extension import load
@@ -81,7 +83,7 @@ class Emulation:
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
     def _module(self) -> types.ModuleType:
-        """What PyTorch looks for as `torch.pretend`."""
+        """Makes the module that PyTorch looks for as `torch.pretend`."""
         module = types.ModuleType(f"torch.{NAME}")
         members = {
             "is_available": lambda: True,
@@ -91,7 +93,7 @@ class Emulation:
             "device_count": lambda: DEVICES,
             "current_device": self.emulation.current_device,
             "set_device": lambda device: self.emulation.set_device(torch.device(device).index or 0),
-            "manual_seed": lambda seed: None,  # kernels are the CPU's, and so are their random numbers
+            "manual_seed": lambda seed: None,  # kernels and random numbers are the CPU's
             "manual_seed_all": lambda seed: None,
             "get_rng_state": lambda device=None: torch.get_rng_state(),
             "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
@@ -109,10 +111,10 @@ class Emulation:
 
     @contextmanager
     def watched(self) -> Iterator[Seen]:
-        """Everything the host asks of the devices meanwhile."""
+        """Records everything that the host asks of the devices within the context."""
         seen = Seen()
         kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
-        self._listener = kind(seen)  # kept: the library calls it
+        self._listener = kind(seen)  # a reference must be kept, because the library calls the listener
         self.emulation.listen(self._listener)
         try:
             yield seen
@@ -121,7 +123,8 @@ class Emulation:
 
     @contextmanager
     def slow(self, seconds: float) -> Iterator[None]:
-        """Every operator takes the device so long meanwhile; only who waits for the device notices."""
+        """Lets every operator occupy the device for this time within the context. Only code that waits for the device
+        notices."""
         self.emulation.set_seconds_per_operator(seconds)
         try:
             yield
@@ -132,7 +135,7 @@ class Emulation:
 
 
 def waited(call: Any) -> float:
-    """Seconds of a call by the clock on the wall."""
+    """Returns the wall seconds of a call."""
     started = time.perf_counter()
     call()
     return time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Batches of prompts of different lengths, and what each of them gives alone."""
+"""Batches of prompts of different lengths, and the text that each prompt gives alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIXED = (0, 0, 1, 0, None, 0, 0, 0, 2)
 
 
 def batch_of(lengths=LENGTHS, vocab: int = VOCAB) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """Left-padded inputs, and each row's prompt alone."""
+    """Makes left-padded inputs, and returns each row's prompt alone, too."""
     alone = [prompt(length, seed=seed, vocab=vocab) for seed, length in enumerate(lengths)]
     longest = max(lengths)
     ids = torch.cat([torch.nn.functional.pad(row, (longest - row.shape[1], 0)) for row in alone])
@@ -28,7 +28,7 @@ def greedy(target, inputs: dict[str, torch.Tensor], **options: Any) -> Any:
 
 
 def alone_texts(target, alone: list[torch.Tensor], **options: Any) -> list[list[int]]:
-    """New tokens of plain generation, row by row."""
+    """Returns the new tokens of plain generation, row by row."""
     new_tokens = options.pop("max_new_tokens", NEW)
     return [plain(target, ids, new_tokens, **options)[0, ids.shape[1] :].tolist() for ids in alone]
 

@@ -1,4 +1,4 @@
-"""Block drafters asked in both ways, in training at sampled rows and in drafting round by round."""
+"""Runs block drafters both as in training, at sampled rows, and as in drafting, round by round."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Slot:
     """One slot after true tokens.
 
     Attributes:
-        drafted: The pass of its draft position in training.
+        drafted: The training pass of the slot's draft position.
         held: Row [1, *] of that pass at the anchor.
         cache: Draft cache of the round.
         position: Draft position, from 0.
-        before: Token before it, [1, 1].
-        logits: What drafting says of it, [1, Vd].
+        before: The token before the slot, [1, 1].
+        logits: Logits of the slot when drafting, [1, Vd].
     """
 
     drafted: DraftedPass
@@ -38,7 +38,8 @@ class Slot:
 
 
 def slots_both_ways(heads: DraftHead) -> Iterator[Slot]:
-    """All slots of the blocks after two anchors of a random text, for heads that are bound to the shared target."""
+    """Yields all slots of the blocks after two anchors of a random text. The heads must be bound to the shared
+    target."""
     heads.tree_config = heads.tree_config.replace(kind="chain", depth=heads.max_draft_positions)
     generator, target = torch.Generator().manual_seed(2), shared_target()
     features = torch.randn(1, 12, len(heads.feature_layers) * heads.config.feature_size, generator=generator)

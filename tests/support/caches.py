@@ -1,4 +1,4 @@
-"""What transformers' caches hold."""
+"""Inspection of transformers' caches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def states_of(cache) -> dict[str, torch.Tensor]:
-    """Everything a cache holds, by name."""
+    """Returns copies of all tensors that a cache holds, by name."""
     found = {}
     for index, layer in enumerate(cache.layers):
         for name, value in vars(layer).items():

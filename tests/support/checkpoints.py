@@ -1,4 +1,4 @@
-"""Checkpoints in the layouts their authors publish, with random weights."""
+"""Checkpoints with random weights, in the layouts that the authors publish."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LLAMA_CONFIG: dict[str, Any] = {
 def eagle_tensors(
     num_layers: int = 1, *, fc_bias: bool = True, qkv_bias: bool = False, embedding: bool = True, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Tensors of EAGLE, HASS (one layer) or PosS (several)."""
+    """Makes tensors of EAGLE or HASS (one layer) or PosS (several layers)."""
     generator = torch.Generator().manual_seed(seed)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -64,7 +64,7 @@ MODELOPT_CONFIG = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidde
 
 
 def eagle3_tensors(layer: str = "midlayer.", hidden: int = HIDDEN, embedding: bool = False) -> dict[str, torch.Tensor]:
-    """Tensors of EAGLE-3 heads that draft [`TOKENS`], for a target of width HIDDEN."""
+    """Makes tensors of EAGLE-3 heads that draft [`TOKENS`], for a target of width HIDDEN."""
     generator = torch.Generator().manual_seed(0)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ def eagle3_tensors(layer: str = "midlayer.", hidden: int = HIDDEN, embedding: bo
 def medusa_tensors(
     heads: int = 3, blocks: int = 1, *, tied: bool = True, projections: bool = True, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """The authors' state dict: `{i}.{j}.linear.*`, and `{i}.{n}.weight` with projections."""
+    """Makes the authors' state dict: `{i}.{j}.linear.*`, and `{i}.{n}.weight` with projections."""
     torch.manual_seed(seed)
     tensors = {}
     for head in range(heads):
@@ -116,7 +116,8 @@ def hydra_tensors(
     *, prefixed: bool = False, grounded: bool = True, num_heads: int = 3, num_blocks: int = 3, tied: bool = True,
     base: float = 10000.0,
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Tensors as the authors save them: tied blocks listed once per use, dropout taking every other index."""
+    """Makes tensors as the authors save them: tied blocks are listed once per use, and dropout takes every other
+    index."""
     generator = torch.Generator().manual_seed(0)
 
     def weight(*shape: int) -> torch.Tensor:
@@ -161,7 +162,7 @@ def hydra_tensors(
 def write_checkpoint(
     folder: Path, tensors: dict[str, Any], config: dict[str, Any] | None = None, *, pickled: bool = False
 ) -> Path:
-    """Writes config and weights; `pickled` as `pytorch_model.bin`, otherwise as safetensors."""
+    """Writes config and weights, as `pytorch_model.bin` if `pickled` and as safetensors otherwise."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(LLAMA_CONFIG if config is None else config))
     if pickled:

@@ -1,16 +1,16 @@
-"""Clocks of the tests' own, where what is chosen by seconds must not depend on the machine."""
+"""A simulated clock, for tests of choices that depend on measured seconds."""
 
 from __future__ import annotations
 
 
 class Clock:
-    """Time passes with every look at it, in steps of the test's choosing."""
+    """A clock that advances by the given steps, in turn, each time it is read."""
 
     def __init__(self, *steps: float):
         self.now, self.steps, self.looks = 0.0, steps, 0
 
     def perf_counter(self) -> float:
-        """Seconds, one step after the last look."""
+        """Advances by one step and returns the time in seconds."""
         self.now += self.steps[self.looks % len(self.steps)]
         self.looks += 1
         return self.now

@@ -1,9 +1,10 @@
-"""A small server with OpenAI's completions API, as a process of its own; its replies are a function of the prompt.
+"""A small server with OpenAI's completions API, which runs as a process of its own. Replies are a function of the
+prompt.
 
     python completions_server.py FOLDER
 
-Writes its port into FOLDER/port, and a line per request into FOLDER/requests.jsonl. The first request fails with 503;
-a prompt that holds token 60 is refused with 400; with FOLDER/no_ids, only texts are returned.
+Writes its port to FOLDER/port, and a line per request to FOLDER/requests.jsonl. The first request fails with 503. A
+prompt that contains token 60 is refused with 400. If FOLDER/no_ids exists, only texts are returned.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ FOLDER = Path(sys.argv[1] if __name__ == "__main__" else ".")
 
 
 def reply(prompt: list[int]) -> list[int]:
-    """Two tokens after which the turn ends."""
+    """Returns two tokens and the token that ends the turn."""
     return [10 + sum(prompt) % 40, 10 + len(prompt) % 40, 2]
 
 

@@ -1,4 +1,4 @@
-"""Few of many cases, in which every value, or every pair of values, of several parameters still occurs."""
+"""Selects few of many cases so that every value, or every pair of values, of several parameters still occurs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 
 
 def combinations_of(case: Sequence[Hashable], strength: int) -> set[tuple]:
-    """Values at so many places of a case, with their places."""
+    """Returns all combinations of `strength` values of a case, with the places of the values."""
     return set(itertools.combinations(enumerate(case), min(strength, len(case))))
 
 
 def covering(cases: Sequence[Sequence[Hashable]], strength: int) -> list[int]:
-    """Indices of cases that together hold each combination of values that occurs in any of them.
+    """Returns indices of cases that together contain each combination of values that occurs in any case.
 
     Args:
-        cases: One value per parameter each.
-        strength: How many values a combination has: 1, every value occurs; 2, every pair of values does.
+        cases: Each case has one value per parameter.
+        strength: Number of values in a combination: 1 covers every value, 2 covers every pair of values.
     """
     offered = [combinations_of(case, strength) for case in cases]
     missing: set[tuple] = set().union(*offered)
@@ -31,13 +31,13 @@ def covering(cases: Sequence[Sequence[Hashable]], strength: int) -> list[int]:
 
 
 def values_of(item: pytest.Function) -> tuple[Hashable, ...]:
-    """What a test is called with by its parameters, in the order of their names."""
+    """Returns the parameter values of a test, in the order of the parameters' names."""
     params = sorted(item.callspec.params.items())
     return tuple(value if isinstance(value, Hashable) else repr(value) for _, value in params)
 
 
 def mark_the_rest(items: Iterable[pytest.Item]) -> None:
-    """Cases of tests marked `covering` are `slow`, except for a selection in which every combination occurs."""
+    """Marks cases of tests marked `covering` as `slow`, except for a selection that contains every combination."""
     tests: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("covering") and not is_slow(item):

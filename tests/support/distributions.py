@@ -1,4 +1,4 @@
-"""The target's distribution written out naively, and tests whether samples follow it."""
+"""The target's distribution, computed naively, and tests of whether samples follow it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def five_token_target():
 
 
 def sample(target, heads=None, new_tokens: int = 3, **options: Any) -> torch.Tensor:
-    """New tokens of one sampled generation; no warper unless asked for."""
+    """Returns the new tokens of one sampled generation. No logits warper is active unless the options ask for it."""
     options = {"top_k": 0, "do_sample": True, "max_new_tokens": new_tokens} | options
     mask = torch.ones_like(PROMPT)
     return target.generate(PROMPT, attention_mask=mask, assistant_model=heads, **options)[0, PROMPT.shape[1] :]
 
 
 def processed(logits: torch.Tensor, ids: list[int], setting: dict[str, Any]) -> torch.Tensor:
-    """Probabilities [V] after penalty, temperature, top-k and top-p, in this order, written out by hand."""
+    """Returns probabilities [V] after penalty, temperature, top-k and top-p, in this order, computed step by step."""
     logits = logits.clone()
     for token in set(ids):
         penalty = setting.get("repetition_penalty", 1.0)
@@ -46,7 +46,8 @@ def processed(logits: torch.Tensor, ids: list[int], setting: dict[str, Any]) -> 
 
 @torch.no_grad()
 def target_distribution(target, setting: dict[str, Any], length: int) -> dict[tuple[int, ...], float]:
-    """Probability of every output of `length` tokens, from forwards without cache; not to be changed."""
+    """Returns the probability of every output of `length` tokens, from forwards without cache. The result must not be
+    changed."""
     return _distribution(target, tuple(setting.items()), length)
 
 
@@ -73,7 +74,7 @@ def largest_error(a: dict, b: dict) -> float:
 
 
 def chi_square(counts: Counter, expected: dict[Any, float], samples: int) -> tuple[float, int]:
-    """Statistic and degrees of freedom; cells expected fewer than 5 times are pooled."""
+    """Returns the chi-square statistic and its degrees of freedom. Cells expected fewer than 5 times are pooled."""
     large = [cell for cell, probability in expected.items() if samples * probability >= 5]
     cells = [(counts[cell], samples * expected[cell]) for cell in large]
     cells.append((samples - sum(c for c, _ in cells), samples - sum(e for _, e in cells)))
@@ -82,12 +83,13 @@ def chi_square(counts: Counter, expected: dict[Any, float], samples: int) -> tup
 
 
 def critical_value(freedom: int, z: float = 4.0) -> float:
-    """Wilson and Hilferty's approximation; z = 4 is passed by chance once in 30000 runs (the seed is fixed)."""
+    """Returns Wilson and Hilferty's approximation of the critical value. With z = 4, a correct sampler exceeds it once
+    in 30000 runs (the seed is fixed)."""
     return freedom * (1 - 2 / (9 * freedom) + z * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
 def script_draws(monkeypatch: Any, draw: Any) -> None:
-    """Lets a function of probabilities [rows, V], and of a number that is 1, choose every token, int64 [rows, 1]."""
+    """Lets `draw(probabilities [rows, V], 1)` choose every sampled token; it returns int64 [rows, 1]."""
 
     def race(probs: torch.Tensor) -> torch.Tensor:
         return draw(probs.flatten(0, -2), 1).view(probs.shape[:-1])

@@ -1,7 +1,7 @@
 """A tiny random target of every causal language model that transformers knows, made from its config class by rule.
 
-Sizes are shrunk by the names of the config's fields; what a class wants besides is in [`SPECIAL`]. Windows and the
-like become shorter than every prompt, so that they are in force from the first token.
+Sizes are shrunk according to the names of the config's fields; other fields that a class needs are in [`SPECIAL`].
+Windows and similar limits become shorter than every prompt, so that they take effect from the first token on.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from transformers.pytorch_utils import Conv1D
 VOCAB = 99
 WINDOW = 12  # shorter than every prompt
 LAYERS = 4
-ENOUGH = 8  # distinct tokens of a text in which mistakes show
+ENOUGH = 8  # distinct tokens that a text needs for mistakes to show
 
-# Of fields whose default is a number; the first pattern that fits the whole name counts.
+# Values of fields whose default is a number. The first pattern that matches the whole name counts.
 SIZES: tuple[tuple[str, int], ...] = (
     ("(true_|text_)?vocab_size(_per_layer_input)?", VOCAB),
     (r"(num_|n_)?(hidden_layers|layers?)|(en|de)coder_layers|num_(en|de)coder_layers|depth", LAYERS),
@@ -44,7 +44,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     ("n_shared_experts|num_shared_experts|moe_num_shared_experts|n_group|topk_group|first_k_dense_replace", 1),
     (r"sliding_window|window_size|attention_window\w*|sliding_window_size", WINDOW),
     ("attention_chunk_size|chunk_size", 16),
-    ("index_topk", 64),  # longer contexts are refused
+    ("index_topk", 64),  # heads refuse contexts longer than this
     (r"_?(sliding_window_pattern|global_attn_every_n_layers|full_attention_interval)", 2),
     ("max_window_layers", 2),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_seq_length|(model_)?max_length|seq_length", 512),
@@ -53,7 +53,7 @@ FLOATS = (("(decoder_|text_)?(initializer_range|init_std|initializer_factor|init
 
 COMMON = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True, "tie_word_embeddings": False}
 
-# A dozen that stand for the others, with what can be done with them.
+# A dozen families that represent the others, with the tests that each of them takes.
 REPRESENTATIVE = {
     "llama": "all", "gpt2": "all", "mistral": "all", "gemma4_text": "all", "gpt_oss": "all", "deepseek_v3": "all",
     "bert": "all", "gpt_neo": "chain", "bloom": "chain", "glm_moe_dsa": "chain", "lfm2": "chain", "git": "alone",
@@ -61,7 +61,7 @@ REPRESENTATIVE = {
     "qwen3_next": "chain", "mamba2": "chain",
 }  # fmt: skip
 
-# What a class wants besides, or cannot have.
+# Fields that a class needs in addition, or cannot have.
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
 _IMAGE_TOKENS = {"image_token_id": 98, "video_token_id": 97, "vision_start_token_id": 96, "vision_end_token_id": 95}
 _SLIDING_AND_FULL = ["sliding_attention", "full_attention"] * (LAYERS // 2)
@@ -69,7 +69,8 @@ _LINEAR_AND_FULL = ["linear_attention", "full_attention"] * (LAYERS // 2)
 _SPARSE = {"num_key_value_heads": 4, "index_head_dim": 8, "first_k_dense_replace": 1}
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _BY_LAYER_TYPE = {"sliding_attention": _DEFAULT_ROPE, "full_attention": _DEFAULT_ROPE}
-# Layers that reuse the keys and values of earlier ones, and heads that are wider in layers of full attention.
+# Layers that reuse the keys and values of earlier ones, and attention heads that are wider in layers of full
+# attention.
 _GEMMA_4 = {
     "layer_types": _SLIDING_AND_FULL, "num_kv_shared_layers": 2, "global_head_dim": 16,
     "rope_parameters": _BY_LAYER_TYPE,
@@ -132,10 +133,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
-# Keys and values that are made of a latent have as many heads as queries.
+# In these families, keys and values are computed from a latent and have as many heads as queries.
 SPECIAL |= {name: {"num_key_value_heads": 4} for name in ("deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")}
 
-# Classes of the mapping that are no language model one can build alone.
+# Classes of the mapping that cannot be built alone as language models.
 _AUDIO = "a model of audio codes, which `AutoModelForCausalLM` cannot build from its config"
 _ASSISTANT = "an assistant, which reads the cache of its target"
 NOT_BUILT = {
@@ -146,7 +147,7 @@ NOT_BUILT = {
     "musicgen": _AUDIO,
     "musicgen_melody": _AUDIO,
 }
-# Multimodal ones, by `AutoModelForImageTextToText`.
+# Multimodal families, from `AutoModelForImageTextToText`.
 SPECIAL |= {
     "llava": {"image_token_index": 98, "image_token_id": 98},
     "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}, **_IMAGE_TOKENS},
@@ -158,7 +159,7 @@ SPECIAL["qwen4_exp"] = {"text_config": SPECIAL["qwen4_exp_text"]}
 
 
 def by_name(name: str, default: Any) -> Any:
-    """A small value for a config's field, or `default`."""
+    """Returns a small value for a config's field, or `default`."""
     table = FLOATS if isinstance(default, float) else SIZES
     if isinstance(default, bool) or not isinstance(default, int | float):
         return default
@@ -166,7 +167,7 @@ def by_name(name: str, default: Any) -> Any:
 
 
 def tiny_fields(usual: PreTrainedConfig) -> dict[str, Any]:
-    """Arguments of the class of a config, an instance with all defaults, that make a tiny model."""
+    """Returns arguments that make a tiny model, for the class of the config `usual`, which has all defaults."""
     fields: dict[str, Any] = {"model_type": usual.model_type}
     for field in dataclasses.fields(usual):
         default = field.default
@@ -179,27 +180,28 @@ def tiny_fields(usual: PreTrainedConfig) -> dict[str, Any]:
 
 
 def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
-    """A tiny config of a model type."""
+    """Makes a tiny config of a model type."""
     usual = AutoConfig.for_model(model_type)
     fields = tiny_fields(usual)
     for name, value in (SPECIAL.get(model_type, {}) | overrides).items():
         fields[name] = {**fields.get(name, {}), **value} if isinstance(value, dict) else value
     fields.pop("model_type")
     config = type(usual)(**fields)
-    config.tie_word_embeddings = False  # of tied ones the next token often is the last one again
+    config.tie_word_embeddings = False  # with tied embeddings, the next token often repeats the last one
     return config
 
 
 def tiny_target(
     model_type: str, seed: int = 0, scale: float = 0.3, auto: Any = AutoModelForCausalLM, **overrides: Any
 ) -> PreTrainedModel:
-    """A random target of a family, in fp32, that never ends by itself.
+    """Makes a random target of a family, in fp32, that never ends by itself.
 
     Args:
         model_type: Key of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`, or of the mapping of `auto`.
-        seed: Of the weights.
-        scale: Standard deviation of the weights of linear layers; not every class looks at its `initializer_range`.
-        auto: Class that makes it.
+        seed: Seed of the weights.
+        scale: Standard deviation of the weights of linear layers, set here because some classes ignore
+            `initializer_range`.
+        auto: Auto class that makes the model.
         overrides: Fields of the config.
     """
     torch.manual_seed(seed)
@@ -213,24 +215,25 @@ def tiny_target(
 
 
 def families() -> list[str]:
-    """All model types with a causal language model."""
+    """Returns all model types with a causal language model."""
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def image_text_families() -> list[str]:
-    """All model types with a model of images and text."""
+    """Returns all model types with a model of images and text."""
     return list(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 def varied_target(
     model_type: str, text: Callable[[PreTrainedModel], torch.Tensor], auto: Any = AutoModelForCausalLM
 ) -> PreTrainedModel:
-    """The first of a few random targets of a family whose text is varied enough for mistakes to show, or the best.
+    """Tries a few random targets of a family. Returns the first whose text is varied enough for mistakes to show, or
+    else the one with the most varied text.
 
     Args:
         model_type: Key of `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`, or of the mapping of `auto`.
-        text: What a target generates, int64 [T].
-        auto: Class that makes it.
+        text: Returns the text that a target generates, int64 [T].
+        auto: Auto class that makes the model.
     """
     best, most = None, 0
     for seed, scale in enumerate((0.3, 0.15, 0.6, 0.3, 1.0)):

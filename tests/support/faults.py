@@ -1,4 +1,4 @@
-"""Faults at a chosen moment of a generation, and caches compared with those of plain decoding."""
+"""Faults at a chosen moment of a generation, and comparison of caches with those of plain decoding."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from support.targets import plain, prompt
 
 
 class Fault(Exception):
-    """What the tests raise."""
+    """The error that injected faults raise."""
 
 
 class At:
-    """Raises at the k-th of its calls; `None` counts them only."""
+    """Raises at its k-th call; with `None` it only counts its calls."""
 
     def __init__(self, k: int | None = None, error: type[BaseException] = Fault):
         self.k, self.error, self.calls = k, error, 0
@@ -52,7 +52,7 @@ class FaultyStreamer:
 
     def put(self, value):
         self.tokens += value.flatten().tolist()
-        if value.dim() == 1:  # not the prompt
+        if value.dim() == 1:  # the prompt has two dimensions
             self.at()
 
     def end(self):
@@ -61,7 +61,7 @@ class FaultyStreamer:
 
 @contextmanager
 def forward_fault(module: torch.nn.Module, at: At) -> Iterator[None]:
-    """Raises where forwards of a module begin."""
+    """Calls `at` at the beginning of every forward of a module."""
     hook = module.register_forward_pre_hook(at)
     try:
         yield
@@ -70,7 +70,8 @@ def forward_fault(module: torch.nn.Module, at: At) -> Iterator[None]:
 
 
 def warm_cache(target: Any, tokens: int) -> tuple[DynamicCache, torch.Tensor]:
-    """A cache that holds the first tokens of a conversation, and all its tokens so far, int64 [1, T]."""
+    """Returns a cache with the first tokens of a conversation, and all tokens of the conversation so far, int64 [1,
+    T]."""
     cache = DynamicCache(config=target.config)
     if not tokens:
         return cache, prompt(11)
@@ -79,7 +80,7 @@ def warm_cache(target: Any, tokens: int) -> tuple[DynamicCache, torch.Tensor]:
 
 
 def contents(cache: Any) -> list[dict[str, Any]]:
-    """Everything the layers of a cache hold, as lists of names and values."""
+    """Returns everything that the layers of a cache hold, as one dictionary per layer."""
     return [
         {name: value for name, value in vars(layer).items() if name not in ("_sliding_window_tensor", "device")}
         for layer in cache.layers
@@ -87,7 +88,7 @@ def contents(cache: Any) -> list[dict[str, Any]]:
 
 
 def assert_same_contents(ours: Any, theirs: Any) -> None:
-    """Two caches hold the same: layer by layer, tensor by tensor, lengths and switches."""
+    """Checks that two caches are equal, layer by layer: tensors, lengths and switches."""
     assert ours.get_seq_length() == theirs.get_seq_length()
     for mine, other in zip(contents(ours), contents(theirs), strict=True):
         assert mine.keys() == other.keys()
@@ -108,12 +109,12 @@ def _assert_same(mine: Any, other: Any, name: str) -> None:
 
 
 def count_of(run: Callable[[At], Any]) -> int:
-    """How often the moment comes in a call that goes through."""
+    """Returns how often the faulty moment occurs in an undisturbed call."""
     at = At()
     run(at)
     return at.calls
 
 
 def hooks_of(module: torch.nn.Module) -> int:
-    """Hooks and patched forwards on a module and all its parts."""
+    """Counts hooks and patched forwards on a module and all its parts."""
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + ("forward" in vars(m)) for m in module.modules())

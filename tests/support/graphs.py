@@ -1,9 +1,10 @@
-"""What CUDA graphs ask of compiled steps, on the CPU: a backend of `torch.compile` that behaves as replayed graphs do.
+"""A backend of `torch.compile` that imposes the constraints of replayed CUDA graphs on compiled steps, on the CPU.
 
-- Outputs of a step lie in the graph's own memory: the next step, once its beginning was marked, writes over them.
-- A graph writes only into tensors whose address it was told to be fixed; if they lie elsewhere it is captured anew.
+- Outputs of a step lie in the graph's own memory. The next step overwrites them once its beginning is marked.
+- A graph may only write into tensors whose address is marked as fixed. If such a tensor lies elsewhere, the graph is
+  captured anew.
 
-It says nothing of kernels and streams.
+The backend does not test kernels or streams.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ GARBAGE = {torch.bool: True}
 
 
 class ReplayedGraphs:
-    """The graphs that calls of a target compile from now on.
+    """Tracks the graphs that calls of a target compile from now on.
 
     Attributes:
-        captures: How often a graph had to be captured: once, and again when a tensor it writes into lies elsewhere.
-        loose: Tensors of the caller that a graph wrote into although nobody said that they stay where they are.
+        captures: Number of captures: one per graph, and one more whenever a tensor that the graph writes into has
+            moved.
+        loose: Shapes of the caller's tensors that a graph wrote into although they were not marked as fixed.
     """
 
     def __init__(self, target: Any, heads: Any, patch: pytest.MonkeyPatch):
@@ -35,12 +37,14 @@ class ReplayedGraphs:
         heads.compiled = True
 
         def backend(graph: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
-            return self._compile(graph, inputs)  # no method: `generate` copies its config, and all that belongs to it
+            # a function, because `generate` deep-copies its config and would copy the object of a bound method
+            return self._compile(graph, inputs)
 
         target.generation_config.compile_config = CompileConfig(backend=backend, mode="reduce-overhead")
         patch.setattr(torch.compiler, "cudagraph_mark_step_begin", self._overwrite)
         patch.setattr("hf_specheads.generation.ahead.QUEUES", ("cpu", "cuda"))
-        patch.setattr(CompiledRounds, "drafts_links", lambda *_: False)  # as where graphs are replayed: on no CPU
+        # CPU-only drafting of links is off, as where graphs are replayed
+        patch.setattr(CompiledRounds, "drafts_links", lambda *_: False)
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         known: set[tuple[int, ...]] = set()
@@ -61,7 +65,7 @@ class ReplayedGraphs:
         return replay
 
     def _owned(self, outputs: Any, given: tuple) -> tuple:
-        """Copies in the graph's memory; views of what was given stay views of it."""
+        """Copies outputs into the graph's memory. Views of inputs stay views."""
         theirs = {each.untyped_storage().data_ptr() for each in given if isinstance(each, torch.Tensor)}
         copies = []
         for each in outputs:
@@ -72,7 +76,7 @@ class ReplayedGraphs:
         return tuple(copies)
 
     def _overwrite(self) -> None:
-        """A step begins: whoever still looks at outputs of earlier ones sees garbage."""
+        """Begins a step: fills the outputs of earlier steps with garbage, as replayed graphs overwrite them."""
         for tensor in self._live:
             tensor.fill_(float("nan") if tensor.is_floating_point() else GARBAGE.get(tensor.dtype, -(10**9)))
         self._live.clear()

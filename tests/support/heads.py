@@ -23,7 +23,7 @@ SCALED_ROPES = {
 
 LEVELS = {"feature_layers": (0, 1, -1)}  # most targets here are too shallow for EAGLE-3's usual levels
 SPECIALISTS = {"num_specialists": 2, "positions_per_specialist": 2}
-# What small heads of a method are made with.
+# Options of small heads, by method.
 OPTIONS: dict[str, dict[str, Any]] = {
     "poss": SPECIALISTS,
     "poss-lora": {**SPECIALISTS, "specialist_rank": 4},
@@ -41,7 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# In the default run of tests of all methods, others that draft by the same code stand for these.
+# Methods that share their drafting code with others. The default run of tests over all methods leaves them out.
 ALIKE = ("hass", "poss-lora", "poss-eagle3", "jetspec", "dflash2", "domino", "peagle")
 METHODS_BY_KIND = [pytest.param(name, marks=pytest.mark.slow) if name in ALIKE else name for name in METHODS]
 
@@ -54,14 +54,14 @@ def random_heads(
     seed: int = 3,
     **changes: Any,
 ) -> DraftHead:
-    """Freshly initialised heads; they know nothing and are seldom right.
+    """Makes freshly initialised heads, whose drafts are seldom right.
 
     Args:
         target: The target; the heads are not bound to it.
         method: A key of `METHODS`.
-        tree: Default: 14 nodes on 4 levels.
-        seed: Of their weights.
-        **changes: Fields of the tree.
+        tree: Tree config; by default 14 nodes on 4 levels.
+        seed: Seed of the weights.
+        **changes: Fields of the tree to change.
     """
     torch.manual_seed(seed)
     tree = (tree or DraftTreeConfig(depth=4, top_k=4, total_tokens=14)).replace(**changes)
@@ -72,14 +72,15 @@ def scrambled_heads(
     target: PreTrainedModel, method: str, *, seed: int = 0, noise: float = 0.2, dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> DraftHead:  # fmt: skip
-    """Heads with all weights drawn anew, norms and biases included, so that no mix-up of two of them is equal.
+    """Makes heads with all weights drawn anew, including norms and biases, so that any mix-up of two tensors changes
+    results.
 
     Args:
         target: The target; the heads are not bound to it.
         method: A key of `METHODS`.
-        seed: Of their weights.
-        noise: Standard deviation of weights that are of no norm.
-        dtype: Of their weights.
+        seed: Seed of the weights.
+        noise: Standard deviation of all weights that do not belong to a norm.
+        dtype: Dtype of the weights.
         **options: Fields of the config.
     """
     heads = AutoDraftHead.from_target(target, method, dtype=torch.float32, **options).eval()

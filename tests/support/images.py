@@ -11,7 +11,7 @@ from .families import tiny_target
 from .targets import prompt
 
 IMAGE_TOKEN, IMAGE_TOKENS = 98, 4
-SIZE, PATCH = 64, 16  # 16 patches, of which every family here makes four tokens
+SIZE, PATCH = 64, 16  # 16 patches, from which every family here makes four tokens
 _MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 1, 1]}
 _VISION = {"image_size": SIZE, "patch_size": PATCH}
 _IDS = {"image_token_id": IMAGE_TOKEN, "video_token_id": 97, "vision_start_token_id": 96, "vision_end_token_id": 95}
@@ -48,13 +48,13 @@ def image_target(model_type: str, **overrides: Any) -> PreTrainedModel:
     """A tiny random target of a family."""
     target = tiny_target(model_type, auto=AutoModelForImageTextToText, **(OVERRIDES[model_type] | overrides))
     for name, weight in target.named_parameters():
-        if name.endswith("mm_input_projection_weight"):  # Gemma's is no module of its own, and zero at first
+        if name.endswith("mm_input_projection_weight"):  # a bare parameter in Gemma, initialised to zero
             torch.nn.init.normal_(weight, std=0.3)
     return target
 
 
 def image_inputs(target: PreTrainedModel, lengths: tuple[int, ...] = (15,), seed: int = 0) -> dict[str, torch.Tensor]:
-    """Prompts with one image each, padded on the left: text, the image's tokens, text."""
+    """Makes prompts with one image each, padded on the left: text, the image's tokens, text."""
     generator, kind, batch = torch.Generator().manual_seed(seed), target.config.model_type, len(lengths)
     image = torch.full((1, IMAGE_TOKENS), IMAGE_TOKEN)
     texts = [prompt(n, seed=row, vocab=90) for row, n in enumerate(lengths)]

@@ -1,11 +1,11 @@
-"""A training that is killed at random moments, again and again, and goes on.
+"""A training that is killed at random moments, again and again, and resumed.
 
-It must end with the weights, and the losses of every step, of a run that nobody has touched.
+The training must end with the same weights, and the same loss at every step, as an undisturbed run.
 
     python -m support.killed_runs FOLDER --kills 20 --steps 240
 
-Two processes of gloo share a sharded target (FSDP2) and read streams that are shorter than the training is long.
-SIGKILL hits one of them or both, while they load, train, evaluate or save. FOLDER is made.
+Two processes of gloo share a sharded target (FSDP2) and read streams that are shorter than the training. SIGKILL hits
+one or both of them while they load, train, evaluate or save. FOLDER is created.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PRELOADED = ["hf_specheads.trainer.building", "hf_specheads.trainer.trainer", "d
 
 
 def one_process(index: int, port: int, log: str, words: list[str]) -> None:
-    """One process of a training, as a launcher starts it."""
+    """Runs one process of a training, as a launcher starts it."""
     os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(PROCESSES), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT=str(port), OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")  # fmt: skip
     torch.set_num_threads(1)
@@ -56,7 +56,7 @@ class Run:
             process.start()
 
     def seconds_to_the_next_step(self) -> float:
-        """Waits until one more step is logged, or all is over."""
+        """Waits until one more step is logged or the first process has ended, and returns the seconds waited."""
         started, before = time.monotonic(), self._logged()
         while self._logged() <= before and self.processes[0].is_alive():
             time.sleep(0.05)
@@ -66,7 +66,7 @@ class Run:
         return self.log.read_text(encoding="utf-8").count("{'loss'") if self.log.exists() else 0
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether all processes have ended by themselves within that time; raises if one has failed."""
+        """Tells whether all processes end by themselves within this time. Raises an error if one has failed."""
         end = None if seconds is None else time.monotonic() + seconds
         for process in self.processes:
             process.join(None if end is None else max(end - time.monotonic(), 0))
@@ -77,7 +77,7 @@ class Run:
         return codes == [0] * PROCESSES
 
     def kill(self, victims: list) -> None:
-        """SIGKILL for some of them, and for the others a moment later, as a launcher does."""
+        """Sends SIGKILL to some processes and, a moment later, to the others, as a launcher does."""
         for process in [*victims, None, *self.processes]:
             if process is None:
                 time.sleep(0.1)
@@ -88,7 +88,7 @@ class Run:
 
 
 def checkpoints(folder: Path) -> list[int]:
-    """Steps of which there are complete checkpoints."""
+    """Returns the steps that have a complete checkpoint."""
     return sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*"))
 
 
@@ -99,19 +99,19 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def losses_of(folder: Path) -> list[tuple[int, float]]:
-    """Step and loss of every step."""
+    """Returns every step with its loss."""
     history = json.loads((folder / "training_facts.json").read_text())["log_history"]
     return [(entry["step"], entry["loss"]) for entry in history if "loss" in entry]
 
 
 def kill_and_go_on(folder: Path, words: list[str], kills: int, seed: int) -> dict:
-    """Trains once undisturbed and once with kills; returns what happened.
+    """Trains once undisturbed and once with kills, and returns what happened.
 
     Args:
-        folder: For both runs and their logs.
+        folder: Folder for both runs and their logs.
         words: Arguments of `python -m hf_specheads.trainer`, without `output_dir`.
-        kills: How often the second run is killed.
-        seed: Of the moments.
+        kills: Number of times the second run is killed.
+        seed: Seed of the moments of the kills.
     """
     dice, output = random.Random(seed), folder / "killed"
     started = time.monotonic()
@@ -122,7 +122,7 @@ def kill_and_go_on(folder: Path, words: list[str], kills: int, seed: int) -> dic
     lives: list[dict] = []
     run = Run([*words, f"output_dir={output}"], folder / "killed-log")
     while len(lives) < kills:
-        # A fifth of the lives end before the first step; the others together last about as long as the training.
+        # A fifth of the lives end before the first step. The others together last about as long as the training.
         while_loading = dice.random() < 0.2
         if not while_loading:
             run.seconds_to_the_next_step()
@@ -147,7 +147,7 @@ def kill_and_go_on(folder: Path, words: list[str], kills: int, seed: int) -> dic
 
 
 def make_folder(folder: Path, steps: int) -> list[str]:
-    """A tiny target, streams, and the words that train on them."""
+    """Makes a tiny target and its streams, and returns the arguments of a training on them."""
     from .targets import VOCAB, training_target
     from .tokenizers import word_tokenizer
 

@@ -28,7 +28,7 @@ _SQUARE = {"size": {"height": SIZE, "width": SIZE}}
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes, and the tokens around images."""
+    """Makes a tokenizer of bytes and the tokens around images."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: FIRST_SPECIAL - 3]
     vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {letter: index for index, letter in enumerate(letters, start=3)}
     vocab |= {token: index for index, token in enumerate(SPECIAL, start=FIRST_SPECIAL)}
@@ -44,11 +44,12 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def image_processor(model_type: str) -> Any:
-    """The processor of `llava` or `gemma3` (others want torchvision), with images of four tokens."""
+    """Makes the processor of `llava` or `gemma3`, with images of four tokens. (Processors of other families need
+    torchvision.)"""
     tokenizer = _tokenizer()
     if model_type == "llava":
         pixels = CLIPImageProcessor(size={"height": SIZE, "width": SIZE}, do_center_crop=False)
-        # One additional token for the class embedding, which the strategy takes away again.
+        # The class embedding counts as one additional token, which the `default` strategy removes.
         options = {"patch_size": 2 * PATCH, "vision_feature_select_strategy": "default"}
         return LlavaProcessor(
             pixels, tokenizer, num_additional_image_tokens=1, chat_template=TEMPLATE.replace("IMAGE", "<image>"),
@@ -59,6 +60,6 @@ def image_processor(model_type: str) -> Any:
 
 
 def picture(seed: int = 0) -> Image.Image:
-    """A picture of random colours."""
+    """Makes a picture of random colours."""
     pixels = torch.randint(0, 256, (SIZE, SIZE, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     return Image.fromarray(pixels.numpy())

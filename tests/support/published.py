@@ -1,4 +1,4 @@
-"""Saved heads as they are before they are published: with facts of their training and measured results."""
+"""Saved heads in the state before publishing: with facts of their training and measured results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_specheads import DraftHead
 
 
 def save_with_facts(heads: DraftHead, folder: Path, training: dict[str, Any], results: Any) -> Path:
-    """Saves heads that remember the target `lab/target`, and the facts beside them; returns the folder."""
+    """Saves heads whose recorded target is `lab/target`, and the facts beside them. Returns the folder."""
     heads.config.target["name"] = "lab/target"
     heads.save_pretrained(folder)
     (folder / "training_facts.json").write_text(json.dumps(training))

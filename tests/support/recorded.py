@@ -16,12 +16,12 @@ GOLDENS = Path(__file__).resolve().parents[1] / "recordings" / "goldens"
 
 
 def recording(name: str, file: str = "case.json") -> dict[str, Any]:
-    """What a file of a recording says."""
+    """Reads a file of a recording."""
     return json.loads((GOLDENS / name / file).read_text())
 
 
 def recorded_pair(name: str, case: dict[str, Any]) -> tuple[Any, DraftHead]:
-    """Target and heads of a recording, with its static tree."""
+    """Loads target and heads of a recording, with its static tree."""
     target = AutoModelForCausalLM.from_pretrained(GOLDENS / name / "target", dtype=torch.float32).eval()
     choices = case["settings"]["tree_choices"]
     heads = load_heads(GOLDENS / name / "draft", dtype=torch.float32, kind="static", choices=choices)
@@ -30,7 +30,7 @@ def recorded_pair(name: str, case: dict[str, Any]) -> tuple[Any, DraftHead]:
 
 
 def generate(target: Any, heads: DraftHead, ids: list[int], count: int, **options: Any) -> list[int]:
-    """New tokens after a prompt."""
+    """Returns the new tokens after a prompt."""
     inputs = torch.tensor([ids])
     out = target.generate(
         inputs, attention_mask=torch.ones_like(inputs), assistant_model=heads, max_new_tokens=count, **options
@@ -39,5 +39,5 @@ def generate(target: Any, heads: DraftHead, ids: list[int], count: int, **option
 
 
 def token_paths(tokens: list[int], parents: list[int]) -> set[tuple[int, ...]]:
-    """The tokens from the root to every node."""
+    """Returns the tokens on the path from the root to every node."""
     return {tuple(tokens[n] for n in path_of(parents, node)) for node in range(len(tokens))}

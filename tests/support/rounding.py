@@ -1,4 +1,4 @@
-"""Texts that differ: by rounding alone, or by a mistake."""
+"""Finds out whether texts differ only by rounding or by a mistake."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-FACTOR = 4  # how far a gap may lie above the difference that was measured on this text
+FACTOR = 4  # allowed ratio of a gap to the rounding difference measured on the same text
 
 
 def forwards_over(target: PreTrainedModel, token_ids: torch.Tensor, widths: list[int]) -> torch.Tensor:
-    """Logits [1, T, V] of a text, from cached forwards over so many tokens each; the last width goes on."""
+    """Returns logits [1, T, V] of a text, from cached forwards over `widths` tokens. The last width repeats."""
     cache = DynamicCache(config=target.config.get_text_config(decoder=True))
     name = "cache_params" if "mamba" in type(target).__name__.lower() else "past_key_values"
     logits, at = [], 0
@@ -29,10 +29,10 @@ def forwards_over(target: PreTrainedModel, token_ids: torch.Tensor, widths: list
 def why_texts_differ(
     target: PreTrainedModel, plain: torch.Tensor, ours: torch.Tensor, prompt_length: int, width: int = 5
 ) -> str | None:
-    """`None` for equal texts, "tie" where the two tokens lie closer than rounding can move them, else "bug".
+    """Returns `None` for equal texts, "tie" if rounding can exchange the two tokens that differ, and otherwise "bug".
 
-    The difference of rounding is measured: logits of plain decoding (prompt, then token by token) against logits of
-    forwards over `width` tokens, on the plain text up to where the texts part.
+    The effect of rounding is measured on the plain text up to the first difference: logits of plain decoding (prompt,
+    then token by token) against logits of forwards over `width` tokens.
 
     Args:
         target: The target, in fp32.
@@ -45,7 +45,7 @@ def why_texts_differ(
     length = min(plain.shape[1], ours.shape[1])
     parted = (plain[0, :length] != ours[0, :length]).nonzero()
     if len(parted) == 0:
-        return "bug"  # one of them ends earlier
+        return "bug"  # one of the texts ends earlier
     at = int(parted[0])
     decoded = forwards_over(target, plain[:, :at], [prompt_length, 1])[:, prompt_length - 1 :]
     verified = forwards_over(target, plain[:, :at], [prompt_length, width])[:, prompt_length - 1 :]

@@ -1,4 +1,4 @@
-"""A conversation with a target that is interrupted, and what must hold afterwards."""
+"""A conversation with a target that is interrupted, and checks of the state afterwards."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from support.targets import own_target, plain, prompt
 
 NEW = 12
 RANKS = (0, 0, None, 1, 0, 0)
-CHAINS = ("bloom", "llama4", "lfm2")  # transformers' own cache: rows only, windows, convolutions
+# families on transformers' own cache, which draft chains: rows only, windows, convolutions
+CHAINS = ("bloom", "llama4", "lfm2")
 
 
 class Scene:
-    """A conversation with a target, to be interrupted; every attempt starts from the same cache.
+    """A conversation with a target, to be interrupted. Every attempt starts from the same cache.
 
     Args:
-        family: Of the target.
-        tokens: What the cache holds that is handed in; `None` for an internal one.
+        family: Family of the target.
+        tokens: Number of tokens in the cache that the caller passes in; `None` for an internal cache.
     """
 
     def __init__(self, family: str, tokens: int | None):
@@ -31,10 +32,10 @@ class Scene:
         self.handed_in = tokens is not None
         self.plain_caches: dict[int, DynamicCache] = {}
         self.text = plain(self.target, self.ids, NEW, past_key_values=copy.deepcopy(self.cache))
-        # transformers hangs hooks of its own on a model that is asked for hidden states, once and for good.
+        # transformers permanently adds hooks to a model when hidden states are first requested; have that happen now.
         self.target(prompt(3), output_hidden_states=True)
         tree = {"kind": "chain", "depth": 3} if family in CHAINS else {}
-        # Heads know nothing of tokens that came in a cache: for them the text begins after those.
+        # The heads do not see tokens that came in a cache, so their text begins after those.
         self.heads = StubHead(self.target, self.text[:, self.cache.get_seq_length() :], RANKS, **tree)
         self.hooks = hooks_of(self.target)
 
@@ -43,7 +44,7 @@ class Scene:
         return plain(self.target, self.ids, NEW, **cache, **options)
 
     def interrupted(self, at: At, error: type[BaseException] = Fault, **options) -> None:
-        """A call that is interrupted; afterwards everything is as it must be."""
+        """Makes a call that is interrupted, and checks the state of the cache afterwards."""
         self.attempt = copy.deepcopy(self.cache)
         with pytest.raises(error):
             self.call(assistant_model=self.heads, **options)
@@ -52,7 +53,7 @@ class Scene:
 
     def check_cache(self, streamer: FaultyStreamer | None) -> None:
         held, prompt_length = self.attempt.get_seq_length(), self.ids.shape[1]
-        if held < prompt_length:  # the prompt's own forward was interrupted
+        if held < prompt_length:  # the forward of the prompt was interrupted
             assert_same_contents(self.attempt, self.cache)
             return
         if streamer is not None:
@@ -60,7 +61,7 @@ class Scene:
         assert_same_contents(self.attempt, self.plain_cache(held))
 
     def plain_cache(self, tokens: int) -> DynamicCache:
-        """What plain decoding has in the cache when it holds so many tokens; only to look at."""
+        """Returns the cache of plain decoding when it holds this many tokens. It must not be changed."""
         if tokens not in self.plain_caches:
             cache = self.plain_caches[tokens] = copy.deepcopy(self.cache)
             plain(self.target, self.ids, tokens - self.ids.shape[1] + 1, past_key_values=cache)

@@ -1,4 +1,4 @@
-"""Streams of requests: heads that know every text of one, and the texts that came out."""
+"""Streams of requests: heads that know all texts of a stream, and the resulting texts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.stubs import StubCache, StubHead
 
 
 class StreamOracle(StubHead):
-    """Knows all texts, and which of them a row is from the tokens it begins with."""
+    """Heads that know all texts, and recognise the text of a row by the tokens it begins with."""
 
     def new_draft_cache(self) -> StubCache:
         return OracleCache([-1])
@@ -24,7 +24,7 @@ class StreamOracle(StubHead):
 
 
 class OracleCache(StubCache):
-    """Its rows change places with those of the batch."""
+    """A cache whose rows change places with those of the batch."""
 
     def put_sequence(self, place: int, other: Any, batch: int, device: torch.device) -> None:
         super().put_sequence(place, other, batch, device)
@@ -32,6 +32,6 @@ class OracleCache(StubCache):
 
 
 def texts_of(found: list[Any]) -> list[list[int]]:
-    """In the order of the requests, each once."""
+    """Returns the texts in the order of the requests, and checks that each request occurs once."""
     assert sorted(one.index for one in found) == list(range(len(found)))
     return [one.token_ids for one in sorted(found, key=lambda one: one.index)]

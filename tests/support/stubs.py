@@ -1,7 +1,7 @@
-"""Stand-ins for trained heads: stubs that know the answer and use that knowledge for or against the target.
+"""Stubs in place of trained heads. They know the target's output, and draft it or deliberately wrong tokens.
 
-A stub implements the drafting contract of `DraftHead` and nothing else. It knows the target's whole output in advance
-(`truth`) and finds its place in it by counting committed rows.
+A stub implements only the drafting contract of `DraftHead`. It knows the target's whole output in advance (`truth`)
+and finds its place in it by counting committed rows.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hf_specheads import DraftHead, DraftHeadConfig, DraftTreeConfig
 from hf_specheads.cache.draft import DraftCache
 from hf_specheads.target.identity import target_sizes
 
-TABLE_VOCAB = 11  # of [`TableHead`]
+TABLE_VOCAB = 11  # vocabulary of [`TableHead`]
 
 
 class StubHead(DraftHead):
-    """Drafts the true continuation at a rank of the test's choosing, among arbitrary other tokens.
+    """Drafts the true continuation at a rank that the test chooses, among arbitrary other tokens.
 
     Args:
         target: The target.
@@ -39,11 +39,11 @@ class StubHead(DraftHead):
         self.tree_config = self.tree_config.replace(**({"depth": 4, "top_k": 4, "total_tokens": 14} | tree))
         self.truth, self.ranks = [row.tolist() for row in truth], ranks
         self.levels: list[torch.Tensor] = []
-        self.calls: list[int] = []  # one entry per draft; one list for all copies of the stub
+        self.calls: list[int] = []  # one entry per draft; all copies of the stub share this list
 
     @classmethod
     def of_batch(cls, target: Any, inputs: Any, texts: torch.Tensor, ranks: tuple[int | None, ...], **tree: Any):
-        """Knows the texts [B, T] of prompts that are padded on the left, and drafts every round."""
+        """Makes a stub that knows the texts [B, T] of prompts padded on the left, and drafts in every round."""
         starts = inputs["attention_mask"].shape[1] - inputs["attention_mask"].sum(1)
         heads = cls(target, [text[start:] for text, start in zip(texts, starts, strict=True)], ranks, **tree)
         heads.adaptive = False
@@ -56,7 +56,7 @@ class StubHead(DraftHead):
         return self.truth[row][index] if index < len(self.truth[row]) else None
 
     def _logits(self, row: int, index: int, on_path: torch.Tensor) -> torch.Tensor:
-        """Logits [K, V] for sequence position `index`; `on_path` bool [K] says which nodes are true so far."""
+        """Returns logits [K, V] for sequence position `index`. `on_path` bool [K] marks nodes that are true so far."""
         generator = torch.Generator().manual_seed(1000 + index)
         vocab = self.config.vocab_size
         logits = torch.randn(len(on_path), vocab, generator=generator)
@@ -66,7 +66,7 @@ class StubHead(DraftHead):
                 logits[node, token] = -1e9
                 if rank is not None:
                     others = logits[node].sort(descending=True).values
-                    # Close behind the token one rank better: low ranks lie beside the draft's favourite path.
+                    # Just below the token one rank better, so that low ranks lie beside the draft's favourite path.
                     logits[node, token] = others[0] + 4 if rank == 0 else others[rank - 1] - 1e-4
         return logits
 
@@ -90,14 +90,14 @@ class StubHead(DraftHead):
 
 
 class StubCache(DraftCache):
-    """Counts rows, and remembers which rows of the batch are left."""
+    """A cache that counts rows and remembers which rows of the batch remain."""
 
     def __init__(self, rows: list[int]):
         super().__init__(0)
         self.rows = rows
 
     def numbered(self) -> list[tuple[int, int]]:
-        """Row of the batch and its committed rows, per row that is left."""
+        """Returns, per remaining row, its index in the batch and its number of committed rows."""
         counts = self.counts if len(self.counts) == len(self.rows) else self.counts * len(self.rows)
         return list(zip(self.rows, counts, strict=True))
 
@@ -108,7 +108,7 @@ class StubCache(DraftCache):
 
 
 class TableHead(DraftHead):
-    """The logits after a path are a fixed random function of the path: drafting by table."""
+    """Drafts from a table: the logits after a path are a fixed random function of the path."""
 
     def __init__(self, seed: int, rows: int, tied: bool = False, broken_level: int | None = None, **tree):
         torch.nn.Module.__init__(self)
@@ -135,7 +135,7 @@ class TableHead(DraftHead):
             visible = torch.ones(self.rows, 1, position, dtype=torch.bool)
         for row in range(self.rows):
             tokens = [path[-1] for path in self.drafted[row]] + token_ids[row].tolist()
-            # The visible drafted rows, in order, spell the path of each frontier node.
+            # The tokens of the visible drafted rows, in order, are the path of each frontier node.
             paths = [tuple(tokens[i] for i in seen.nonzero()[:, 0].tolist()) for seen in visible[row]]
             self.drafted[row] += paths
             logits.append(torch.stack([self.logits_after(row, path) for path in paths]))
@@ -149,10 +149,10 @@ class CountForwards:
         self.target, self.count = target, 0
 
     def __enter__(self) -> CountForwards:
-        # Not by a hook: with one, calls leave nothing of autograd's out.
+        # A hook would make the engine keep autograd's layers, which it otherwise bypasses.
         forward = self.target.forward
 
-        @functools.wraps(forward)  # generate looks at the signature
+        @functools.wraps(forward)  # generate inspects the signature
         def counting(*args: Any, **kwargs: Any) -> Any:
             self.count += 1
             return forward(*args, **kwargs)
@@ -166,7 +166,7 @@ class CountForwards:
 
 
 def counted(target, heads) -> list[Any]:
-    """The graphs that calls of the target compile from now on, which run as they are."""
+    """Returns the list of graphs that calls of the target compile from now on. They run as they are."""
     torch._dynamo.reset()
     graphs: list[Any] = []
 

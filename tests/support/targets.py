@@ -1,4 +1,4 @@
-"""Tiny random targets, one per family. Odd sizes on purpose; weights wide enough that greedy text is varied."""
+"""Tiny random targets, one per family. Sizes are odd on purpose, and weights large enough for varied greedy text."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB = 99
-# Grouped keys; a sliding window; partial rotary positions and no gated MLP.
+# The three differ in grouped keys, a sliding window, and partial rotary positions without a gated MLP.
 DIFFERENT_FAMILIES = ("llama", "mistral", "gpt-neox")
-WINDOW = 12  # shorter than every prompt below, so sliding windows are in force from the first token
+WINDOW = 12  # shorter than every prompt below, so that sliding windows take effect from the first token on
 
 _LLAMA_LIKE = {
     "vocab_size": VOCAB,
@@ -70,7 +70,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {k: v for k, v in _NO_GQA.items() if k not in ("intermediate_size", "initializer_range")}
         | {"ffn_dim": 37, "word_embed_proj_dim": 32, "init_std": 0.3},
     ),
-    # Targets that take a chain only.
+    # Targets that only take chains.
     "bloom": (
         "bloom",
         {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3,
@@ -92,14 +92,14 @@ def _config(family: str, attention: str | None, overrides: dict[str, Any]) -> An
     return config
 
 
-_SHARED: set[int] = set()  # of the targets that `_build` keeps
+_SHARED: set[int] = set()  # ids of the targets that `_build` keeps
 
 
 @functools.cache
 def _build(family: str, seed: int, attention: str | None, overrides: tuple) -> PreTrainedModel:
     torch.manual_seed(seed)
     target = AutoModelForCausalLM.from_config(_config(family, attention, dict(overrides))).eval()
-    # Random text hits the end-of-sequence token by chance; tests that want one name it themselves.
+    # Random text hits the end-of-sequence token by chance. Tests that need one name it themselves.
     target.generation_config.eos_token_id = None
     target.generation_config.pad_token_id = 0
     _SHARED.add(id(target))
@@ -107,22 +107,23 @@ def _build(family: str, seed: int, attention: str | None, overrides: tuple) -> P
 
 
 def shared_target(family: str = "llama", *, seed: int = 0, attention: str | None = None, **overrides: Any):
-    """A target built once per session: do not change it."""
+    """Returns a target that is built once per session. It must not be changed."""
     return _build(family, seed, attention, tuple(sorted(overrides.items())))
 
 
 def own_target(family: str = "llama", *, seed: int = 0, attention: str | None = None, **overrides: Any):
-    """A private copy, free to be wrapped, compiled or changed."""
+    """Returns a private copy of a target, which a test may wrap, compile or change."""
     return copy.deepcopy(shared_target(family, seed=seed, attention=attention, **overrides))
 
 
 def deep_target(*, own: bool = False) -> PreTrainedModel:
-    """A Llama of eight layers, so that EAGLE-3's usual levels exist; a private copy with `own`."""
+    """Returns a Llama of eight layers, so that EAGLE-3's usual levels exist; with `own`, a private copy."""
     return (own_target if own else shared_target)("llama", num_hidden_layers=8)
 
 
 def training_target(seed: int = 0) -> PreTrainedModel:
-    """A Llama of its own to train for: usual small weights, but an `lm_head` whose distributions are not flat."""
+    """Returns a private Llama to train heads for: usual small weights, but an `lm_head` whose distributions are not
+    flat."""
     target = own_target("llama", seed=seed, initializer_range=0.02)
     with torch.no_grad():
         target.lm_head.weight.mul_(20)
@@ -130,13 +131,14 @@ def training_target(seed: int = 0) -> PreTrainedModel:
 
 
 def prompt(length: int = 19, *, seed: int = 7, vocab: int = VOCAB) -> torch.Tensor:
-    """int64 [1, length], free of special tokens."""
+    """Makes a prompt int64 [1, length] without special tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocab, (1, length), generator=generator)
 
 
 def plain(target: PreTrainedModel, input_ids: torch.Tensor, new_tokens: int = 40, **options: Any) -> torch.Tensor:
-    """Greedy generation with an explicit attention mask; of a shared target, and without options, once per session."""
+    """Generates greedily with an explicit attention mask. For a shared target without options, this runs once per
+    session."""
     if not options and id(target) in _SHARED:
         return _text_of(target, tuple(map(tuple, input_ids.tolist())), new_tokens).clone()
     return _generated(target, input_ids, new_tokens, **options)

@@ -1,4 +1,4 @@
-"""How large the tensors are that operations make."""
+"""Measures the size of the tensors that operations make."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Largest(TorchDispatchMode):
-    """Inside a `with` block: the elements of the largest tensor that any operation gave."""
+    """Records, inside a `with` block, the number of elements of the largest tensor that any operation returned."""
 
     elements = 0
 

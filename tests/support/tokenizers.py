@@ -1,4 +1,4 @@
-"""Tokenizers without files."""
+"""Tokenizers that need no files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from .targets import VOCAB
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Three special tokens and 96 bytes: stop strings need a tokenizer that can spell anything."""
+    """Makes a tokenizer of three special tokens and 96 bytes, because tests of stop strings need one that can spell
+    anything."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCAB - 3]
     vocab = {"<pad>": 0, "<s>": 1, "</s>": 2} | {letter: index for index, letter in enumerate(letters, start=3)}
     bytes_only = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -21,7 +22,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def word_tokenizer(words: Iterable[str], **special: str) -> PreTrainedTokenizerFast:
-    """One token per word between spaces; `<pad>` and `<unk>` are among the words."""
+    """Makes a tokenizer with one token per word between spaces. `<pad>` and `<unk>` must be among the words."""
     core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", unk_token="<unk>", **special)

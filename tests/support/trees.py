@@ -1,4 +1,4 @@
-"""Draft trees of every kind, random ones, and the naive Python that the tensor code is compared with."""
+"""Draft trees of every kind, random trees, and naive Python code to compare the tensor code with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_specheads.tree.draft_tree import DraftTree
 
 CHOICES = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 1), (0, 0, 0), (0, 1, 1), (0, 0, 0, 0))
 OPTIMAL = ((0,), (1,), (0, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0))
-# A small one of every kind.
+# A small tree of every kind.
 TREES = {
     "chain": DraftTreeConfig(kind="chain", depth=4),
     "static": DraftTreeConfig(kind="static", choices=CHOICES),
@@ -21,7 +21,8 @@ TREES = {
 
 
 def random_tree(seed: int, nodes: int = 14, depth: int = 4, batch: int = 1, vocab: int = 99) -> DraftTree:
-    """A random tree per row; siblings have different tokens (so `vocab` > `nodes`), parents precede children."""
+    """Makes a random tree per row. Siblings have different tokens (so `vocab` > `nodes`), and parents precede
+    children."""
     rng = random.Random(seed)
     tokens, parents, depths = [], [], []
     for _ in range(batch):
@@ -43,7 +44,7 @@ def random_tree(seed: int, nodes: int = 14, depth: int = 4, batch: int = 1, voca
 
 
 def path_of(parents: list[int], node: int) -> list[int]:
-    """Root-to-node path, by following the parents."""
+    """Returns the path from the root to a node, by following the parents."""
     path = [node]
     while parents[path[-1]] >= 0:
         path.append(parents[path[-1]])
@@ -51,6 +52,6 @@ def path_of(parents: list[int], node: int) -> list[int]:
 
 
 def row(tree: DraftTree, index: int) -> DraftTree:
-    """One batch row as a tree of its own."""
+    """Returns one batch row as a tree of its own."""
     part = slice(index, index + 1)
     return DraftTree(tree.token_ids[part], tree.parents[part], tree.depths[part], tree.scores[part], tree.max_depth)

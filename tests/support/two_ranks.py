@@ -1,9 +1,9 @@
-"""One of two processes that hold a tensor-parallel target together, with clocks that disagree.
+"""One of two processes that share a tensor-parallel target, with clocks that disagree.
 
     python -m torch.distributed.run --nproc_per_node 2 -m support.two_ranks FOLDER [each-for-itself]
 
-FOLDER holds `target/` and `heads/`. Every rank writes `rank{n}.json`: the text, what its own clock would have decided
-before every round, and what was done. With `each-for-itself`, every rank follows its own clock.
+FOLDER holds `target/` and `heads/`. Every rank writes `rank{n}.json`: the text, the choice that its own clock
+suggested before every round, and the choice that was made. With `each-for-itself`, every rank follows its own clock.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(folder: Path, each_for_itself: bool) -> None:
         return decided[-1]
 
     Pace.choose = remembered
-    # Drafts are cheap on rank 0 and dear on rank 1.
+    # Drafting is cheap by the clock of rank 0 and expensive by that of rank 1.
     loop.time = Clock(*[(1.0, 3.0, 0.1, 7.0, 2.0), (0.2, 5.0, 0.7, 0.1, 9.0, 0.3)][rank])
     if each_for_itself:
         loop.parallel_group = lambda target: None

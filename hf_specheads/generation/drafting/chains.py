@@ -138,7 +138,7 @@ def fixed_tree(
     shape: TreeShape,
     sampled: SampledChildren | None,
 ) -> DraftTree:
-    """Makes a tree of a known shape from its root [B, 1], tokens [B, n] per level, and the scores [B, N] of all nodes."""
+    """Makes a tree of a known shape from its root [B, 1], tokens [B, n] per level, and scores [B, N] of all nodes."""
     batch = root.shape[0]
     return DraftTree(
         token_ids=torch.cat([root, *tokens], dim=1),

@@ -1,4 +1,5 @@
-"""Compiled chains on a CPU: one graph drafts every link, so they end where they like; and what guards are for."""
+"""Compiled chains on a CPU: one graph drafts every link, so chains can have any length. Also tests when guards are
+checked."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def specialists(target):
 
 
 def free_heads(target, method="eagle", **options):
-    """Heads whose tree nobody has assigned."""
+    """Makes heads without a tree of the user's choice."""
     heads = random_heads(target, method, DraftTreeConfig(kind="chain", depth=6, **options))
     heads.adaptive = True
     return heads
@@ -64,7 +65,7 @@ def test_links_of_all_positions_are_one_graph(target, lengths):
 
 
 class CountsLinks(DraftDecoderLayer):
-    """A specialist whose number is part of what it computes."""
+    """A specialist whose computation depends on its index."""
 
     def forward(self, *args, **kwargs):
         return super().forward(*args, **kwargs) * (1 + self.self_attn.layer_idx)
@@ -85,7 +86,7 @@ def test_links_that_use_their_number_are_graphs_of_their_own(target):
 
 @pytest.mark.parametrize("lookup", [0, 4])
 def test_chains_end_where_they_like_and_share_their_graphs(target, monkeypatch, lookup):
-    """However many links are drafted and verified, copied ones too, nothing is compiled again."""
+    """Nothing is compiled again, however many links are drafted, copied and verified."""
     levels = []
 
     def goes_on(self):
@@ -111,7 +112,7 @@ def test_chains_end_where_they_like_and_share_their_graphs(target, monkeypatch, 
 
 
 def test_chains_of_favourites_alone(target):
-    """Others would be graphs of their own, and so would trees of other kinds."""
+    """Chains with drawn links would need graphs of their own, and so would trees of other kinds."""
     heads = free_heads(target)
     heads.compiled = True
     options = DraftingOptions.of(heads)
@@ -219,7 +220,7 @@ def test_planted_bug_guards_are_never_asked_again(target, monkeypatch):
 
 
 def test_no_garbage_is_looked_for_while_compiling(target):
-    """And it is again afterwards, if it was before."""
+    """Garbage collection is switched on again afterwards, if it was on before."""
     heads, ids, seen = specialists(target), prompt(), []
     counted(target, heads)
     backend = target.generation_config.compile_config.backend

@@ -1,4 +1,4 @@
-"""What is left out while the compiler works, and that it is there again afterwards."""
+"""Work that is skipped while the compiler runs, and restored afterwards."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_specheads.generation.compiled.guards import no_collections, no_names_of_
 
 
 def lines_looked_up(monkeypatch: pytest.MonkeyPatch, context) -> list[str]:
-    """Files of which the compiler asks in which function a line lies, while it traces something new."""
+    """Returns the files for whose lines the compiler looks up the function name while it traces something new."""
     asked: list[str] = []
     real = symbolic_convert.get_funcname
     with monkeypatch.context() as patch:
@@ -38,7 +38,8 @@ def test_a_log_that_is_on_gets_its_lines(log: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_within_another_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compilations of two threads overlap: who began first restores torch's own function, and nobody anything else."""
+    """Compilations of two threads overlap: the thread that began first restores torch's own function, and the other
+    changes nothing."""
     real = symbolic_convert.get_funcname
     first, second = no_names_of_lines(), no_names_of_lines()
     first.__enter__()
@@ -69,7 +70,7 @@ def test_collections_are_as_they_were(on: bool) -> None:
 
 @pytest.mark.parametrize("on", [True, False])
 def test_collections_begin_again_when_nobody_minds_any_more(on: bool) -> None:
-    """Compilations of two threads overlap: who ends first does not begin them for the other."""
+    """Compilations of two threads overlap: the thread that ends first does not switch collections on for the other."""
     was_on = gc.isenabled()
     (gc.enable if on else gc.disable)()
     first, second = no_collections(), no_collections()
@@ -85,7 +86,7 @@ def test_collections_begin_again_when_nobody_minds_any_more(on: bool) -> None:
 
 
 def test_the_compiler_collects_nothing_of_its_own_accord() -> None:
-    """Which torch does after every compilation, wherever collections are switched off as well."""
+    """torch collects garbage after every compilation, even if collections are switched off."""
     collected: list[str] = []
 
     def note(phase: str, info: dict) -> None:

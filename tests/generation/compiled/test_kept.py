@@ -1,4 +1,4 @@
-"""Compiled code that another process finds on disk: used where nothing has changed, and nowhere else."""
+"""Compiled code that another process finds on disk is used if nothing has changed, and only then."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ pytestmark = pytest.mark.skipif(not is_torch_greater_or_equal(kept.SINCE), reaso
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Where code is kept."""
+    """The folder for compiled code."""
     monkeypatch.setattr(kept, "FOLDER", str(tmp_path))
     return tmp_path
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Steps compiled, as opposed to found."""
+    """Records the steps that were compiled rather than found."""
     names, real = [], kept._compiled
     monkeypatch.setattr(kept, "_compiled", lambda step, *rest: names.append(step.__name__) or real(step, *rest))
     monkeypatch.setattr(steps.CompiledSteps, "_guarded", lambda *_: pytest.fail("torch's compiler keeps a step"))
@@ -45,7 +45,7 @@ def compiled(monkeypatch):
 
 
 def pair(method="eagle", **options):
-    """As a process makes them that has just begun."""
+    """Makes target and heads as in a new process."""
     target = own_target("llama", num_hidden_layers=2)
     heads = scrambled_heads(target, method, **options)
     heads.tree_config, heads.adaptive, heads.compiled = CHAIN, False, True
@@ -57,7 +57,7 @@ def files(folder):
 
 
 def texts(target, heads):
-    """Of two calls, which are plain generation's: the first compiles no first link."""
+    """Checks the texts of two calls against plain generation. The first call does not compile the first link."""
     ids = prompt()
     expected = plain(target, ids, NEW)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Kernels of a graph are compiled in few files, and are what they are in a file each."""
+"""Kernels of a graph are compiled in few files, with the same results as in one file each."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch._inductor.utils import fresh_cache
 from hf_specheads.generation.compiled import guards, kernel_files
 from hf_specheads.generation.compiled.kernel_files import kernels_in_few_files, shared_out, source_of
 
-# The compiler has to write every kernel anew, for two cores.
+# makes the compiler write every kernel anew, for two cores
 ANEW = {"fx_graph_cache": False, "compile_threads": 2}
 PRODUCTS = 4
 
 
 def several(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """With a product between each two kernels, which keeps them apart."""
+    """A function with a product between each two kernels, which keeps the kernels apart."""
     for number in range(PRODUCTS):
         rows = torch.softmax(rows * (number + 1), -1).cumsum(-1).to(rows.dtype) @ weight
     return rows.sin()
@@ -30,7 +30,7 @@ def several(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def graph(monkeypatch):
-    """Compiles anew, and gives what comes out with what eager code gives, and the sources of all C++ files."""
+    """Compiles anew, and returns the result, that of eager code, and the sources of all C++ files."""
     sources = []
     load_async = CppPythonBindingsCodeCache.load_async.__func__
     monkeypatch.setattr(
@@ -64,7 +64,7 @@ def test_every_kernel_has_one_file(sources, most):
 
 
 def test_few_files_hold_the_same_kernels(graph):
-    """As the compiler of rounds does it."""
+    """Uses the compiler settings of rounds."""
     with guards.quick_compiler():
         got, expected, sources = graph()
     torch.testing.assert_close(got, expected)
@@ -93,7 +93,7 @@ def test_with_one_core_nothing_changes(graph, monkeypatch):
 
 
 def test_other_code_is_left_as_it_is():
-    """Only what is one function with nothing around it can stand beside another."""
+    """Only code that consists of one function can share a file with other code."""
     compiled = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_compile, "get_compile_threads", lambda: 2)

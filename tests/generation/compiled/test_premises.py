@@ -1,4 +1,4 @@
-"""Whatever a function that was compiled may depend on, its premises know of: no change of it goes unseen."""
+"""The premises of compiled code cover everything it may depend on: no change goes unnoticed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def names():
 
 
 def compiled_premises(arguments, step=step, dynamic=()):
-    """Of the step, as another process gets them."""
+    """Returns the premises of the step as another process gets them."""
     guards = []
 
     def note(all_of_them):
@@ -220,7 +220,7 @@ CHANGES = [
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("held_before", [False, True])
 def test_no_change_goes_unseen(arguments, change, held_before, monkeypatch):
-    """Neither by who asks for the first time nor by who compares with what there was the last time."""
+    """A change is noticed in the first check, and also in checks that compare with an earlier one."""
     made = compiled_premises(arguments)
     if held_before:
         assert hold(made, arguments)
@@ -283,7 +283,7 @@ def test_what_was_one_object_must_be():
 
 
 def made_anew(arguments):
-    """Functions that are made in every call, as bindings of heads to targets are."""
+    """Makes functions that are created in every call, like the bindings of heads to targets."""
     numbers = arguments["numbers"]
     return arguments | {"holder": types.SimpleNamespace(offsets=[numbers], add=lambda one: one + 1)}
 

@@ -1,4 +1,4 @@
-"""Layers that are alike are compiled once, and those that only seem so are found out."""
+"""Layers that are alike are compiled once, and layers that only look alike are detected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def heads_of(target, **options):
 
 
 def calls_of_regions(graphs: list) -> list[int]:
-    """Of every graph, how many calls of one piece of code it makes."""
+    """Returns for every graph how many calls of shared code it makes."""
     wanted = torch.ops.higher_order.invoke_subgraph
     return [sum(node.target is wanted for node in graph.graph.nodes) for graph in graphs]
 
@@ -57,14 +57,14 @@ def test_layers_alike_are_one_piece_of_code(family):
 
 
 def regions_called(graph) -> list[str]:
-    """The pieces of code that a graph calls, in this order."""
+    """Returns the pieces of shared code that a graph calls, in order."""
     wanted = torch.ops.higher_order.invoke_subgraph
     return [node.args[1] for node in graph.graph.nodes if node.target is wanted]
 
 
 @pytest.fixture
 def whole_chains(monkeypatch):
-    """As on accelerators: a chain is one graph."""
+    """Compiles a chain as one graph, as on accelerators."""
     monkeypatch.setattr(CompiledRounds, "link_by_link", False)
 
 
@@ -81,14 +81,15 @@ def chain_heads(target, method="poss", depth=8, **options):
     ("poss-eagle3", 1)))],
 )  # fmt: skip
 def test_links_alike_are_one_piece_of_code(method, late, lengths, whole_chains):
-    """Of specialists with weights of their own too; only where one starts later it takes in several rows first."""
+    """Specialists with weights of their own share code, too. A specialist that starts later first takes in several
+    rows."""
     target = own_target("llama")
     inputs, alone = batch_of(lengths)
     specialists = {"num_specialists": 2, "positions_per_specialist": 3} if late else {}
     levels = {"feature_layers": (0, 1, -1)} if "eagle3" in method else {}
     heads = chain_heads(target, method, **specialists, **levels)
     texts = alone_texts(target, alone, max_new_tokens=NEW)
-    fixed_shape.cache_clear()  # as in a new process: what is traced, no uncompiled round has looked at before
+    fixed_shape.cache_clear()  # as in a new process, in which no uncompiled round has used these shapes before tracing
     graphs = counted(target, heads)
     assert_rows(greedy(target, inputs, max_new_tokens=NEW, assistant_model=heads), max(lengths), texts)
     assert steps_of(heads, target).links_once, "and draft what uncompiled steps draft"
@@ -99,7 +100,7 @@ def test_links_alike_are_one_piece_of_code(method, late, lengths, whole_chains):
 
 
 class CountsLinks(DraftDecoderLayer):
-    """A specialist whose number is part of what it computes."""
+    """A specialist whose computation depends on its index."""
 
     def forward(self, *args, **kwargs):
         return super().forward(*args, **kwargs) * (1 + self.self_attn.layer_idx)
@@ -147,7 +148,7 @@ def test_trees_of_all_sizes_share_a_graph(lengths):
 
 
 class LooksRowsUp(LlamaRMSNorm):
-    """A module that wants to know how many rows there are."""
+    """A module that needs to know the number of rows."""
 
     def forward(self, hidden_states):
         return super().forward(hidden_states) * dict.fromkeys(range(100), 1.0)[hidden_states.shape[1]]
@@ -172,7 +173,7 @@ def test_a_target_without_code_for_any_number_of_rows(monkeypatch):
 
 
 class CountsItself(LlamaDecoderLayer):
-    """A layer whose number is part of what it computes."""
+    """A layer whose computation depends on its index."""
 
     def forward(self, hidden_states, *args, **kwargs):
         return super().forward(hidden_states, *args, **kwargs) * (1 + self.self_attn.layer_idx)
@@ -239,7 +240,7 @@ def test_layers_that_are_not_alike(change):
 
 
 def test_the_whole_slice_of_layers_is_themselves():
-    """Models loop over `self.layers[:n]`: the compiler shall trace no list that is made for it."""
+    """Models loop over `self.layers[:n]`. The compiler must not trace a list that is made for this."""
     layers = regions._Layers([torch.nn.Identity() for _ in range(3)])
     assert layers[:3] is layers and layers[1] is list(layers)[1]
     for part in (slice(2), slice(1, 3), slice(None, 3, 2), slice(4)):

@@ -1,4 +1,4 @@
-"""The C++ compiler is asked in the background what inductor would wait for."""
+"""The C++ compiler is queried in the background for what inductor would otherwise wait for."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_finds_what_torch_finds(tmp_path, monkeypatch):
     "missing", ["torch._inductor.cpu_vec_isa", "torch._inductor.config", "torch._inductor.codecache"]
 )
 def test_another_torch_is_left_alone(missing, fresh, monkeypatch):
-    """What is missing inside torch is no error here: the compiler finds everything out itself, later."""
+    """Missing internals of torch are no error here: the compiler finds everything out by itself, later."""
     kernels = []
 
     def stub(name):
@@ -72,7 +72,7 @@ def test_another_torch_is_left_alone(missing, fresh, monkeypatch):
 
 @pytest.mark.slow
 def test_instructions_that_the_compiler_lacks_are_left_to_torch(tmp_path, monkeypatch):
-    """The processor has them all the same: what torch finds by its own trials holds."""
+    """The processor has these instructions, but the compiler does not. The result of torch's own trials counts."""
     compiler = tmp_path / "g++"
     compiler.write_text(f'#!/bin/sh\ncase " $* " in *" -mavx"*) exit 1;; esac\nexec {shutil.which("g++")} "$@"\n')
     compiler.chmod(0o755)

@@ -19,7 +19,7 @@ from hf_specheads.generation.drafting.chains import BLOCKS, MANY_LOGITS, best_of
     seed=st.integers(0, 2**20),
 )
 def test_the_same_as_by_all_log_probabilities(vocab, rows, spread, left, seed):
-    """Also where most tokens cannot be, and where many are as good."""
+    """Includes logits with most tokens ruled out, and with many ties."""
     torch.manual_seed(seed)
     logits = spread * torch.randn(*rows, vocab)
     if left is not None:

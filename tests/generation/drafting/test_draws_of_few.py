@@ -1,4 +1,5 @@
-"""Drawing from what top-k leaves: the same distribution as from the whole vocabulary, wherever that can be known."""
+"""Drawing from the tokens that top-k keeps: the same distribution as from the whole vocabulary, wherever this is
+certain."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ AFTER = {
 
 
 class Others(TopKLogitsWarper):
-    """A user's own."""
+    """A user's own processor."""
 
 
 Others.__name__ = "TopKLogitsWarper"
@@ -49,15 +50,15 @@ def sampler_of(*processors) -> TokenSampler:
 
 
 def text_before(logits: torch.Tensor) -> torch.Tensor:
-    """Two tokens before every row."""
+    """Makes two tokens before every row."""
     return torch.tensor([[3, 5]]).expand(logits.shape[:-1].numel(), 2)
 
 
 def drawn_from(
     sampler: TokenSampler, logits: torch.Tensor, monkeypatch: pytest.MonkeyPatch, ranked: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """The probabilities [R, V] of tokens drawn from few, the highest of `ranked`; `None` where they are drawn from
-    all."""
+    """Returns the probabilities [R, V] of tokens that were drawn from few, the highest of `ranked`; `None` if they
+    were drawn from all."""
     seen: list[torch.Tensor] = []
 
     def race(probs: torch.Tensor) -> torch.Tensor:
@@ -129,7 +130,7 @@ def test_a_processor_with_a_memory_is_asked_once_also_where_ties_are_found():
 
 
 def test_draws_in_order_are_plain_generations():
-    """Of a seeded text: one draw from the whole vocabulary per token."""
+    """A seeded text takes one draw from the whole vocabulary per token."""
     sampler, logits = TokenSampler(LogitsProcessorList([TopKLogitsWarper(4)]), True), torch.randn(1, VOCAB)
     torch.manual_seed(3)
     tokens = [sampler.token_at_node(text_before(logits), logits).item() for _ in range(5)]
@@ -175,8 +176,10 @@ def test_what_is_drawn_is_as_often_as_it_is_probable():
     [
         [],
         [TopPLogitsWarper(0.8)],
-        [TopKLogitsWarper(5), InfNanRemoveLogitsProcessor()],  # makes something of what was ruled out
-        [TopKLogitsWarper(5), SuppressTokensLogitsProcessor([3])],  # knows tokens by their numbers
+        # the second processor gives tokens that were ruled out a score again
+        [TopKLogitsWarper(5), InfNanRemoveLogitsProcessor()],
+        # the second processor identifies tokens by their ids
+        [TopKLogitsWarper(5), SuppressTokensLogitsProcessor([3])],
         [TopKLogitsWarper(5), RepetitionPenaltyLogitsProcessor(1.2)],
         [TopKLogitsWarper(5, filter_value=-1.0)],
         [TopKLogitsWarper(5), TopPLogitsWarper(0.8, filter_value=-1.0)],

@@ -1,4 +1,4 @@
-"""Growing trees: equal to a naive best-first expansion, whatever the head says, also when it says NaN."""
+"""Growing trees: equal to a naive best-first expansion, even if the heads return NaN."""
 
 from copy import deepcopy
 
@@ -18,7 +18,7 @@ from hf_specheads.generation.drafting.grow import grow_tree
 
 
 def naive_tree(head: TableHead, row: int) -> dict[tuple[int, ...], float]:
-    """EAGLE-2 in words: expand the K best nodes of a level with K children each, keep the best N - 1 of all."""
+    """EAGLE-2 in plain Python: expand the K best nodes of a level with K children each, keep the best N - 1 of all."""
     config = head.tree_config
     width = 1 if config.kind == "chain" else min(config.top_k, VOCAB)
     frontier, candidates = {(): 0.0}, {}
@@ -35,8 +35,8 @@ def naive_tree(head: TableHead, row: int) -> dict[tuple[int, ...], float]:
 TREES = [
     {"depth": 4, "top_k": 3, "total_tokens": 12},
     {"depth": 1, "top_k": 5, "total_tokens": 4},
-    {"depth": 3, "top_k": 4, "total_tokens": 500},  # more than there are candidates
-    {"depth": 2, "top_k": 40, "total_tokens": 30},  # more children than the vocabulary has
+    {"depth": 3, "top_k": 4, "total_tokens": 500},  # more nodes than there are candidates
+    {"depth": 2, "top_k": 40, "total_tokens": 30},  # more children than the vocabulary has tokens
     {"kind": "chain", "depth": 5},
 ]
 
@@ -107,7 +107,7 @@ def test_depth_of_a_round_may_be_less_than_configured():
     assert grown.depths.max().item() == 2
 
 
-AT_ONCE = ["dflash", "jetspec", "peagle"]  # positions that are drafted in one forward, and know nothing of each other
+AT_ONCE = ["dflash", "jetspec", "peagle"]  # positions that are drafted in one forward, independently of each other
 
 
 def adaptive(target, method):

@@ -44,7 +44,7 @@ def test_the_last_place_of_the_longest_ngram(text, longest, cuts):
         assert index.continuation(4) is None
         return
     continued = list(text)
-    for token in index.continuation(50):  # a text in a loop goes on as it went on before
+    for token in index.continuation(50):  # a text in a loop continues as before
         assert token == continued[expected + len(continued) - len(text)]
         continued.append(token)
 
@@ -64,7 +64,7 @@ def test_padding_is_no_text_and_sequences_leave():
 
 @pytest.fixture
 def known(monkeypatch):
-    """Texts that a call finds before its own, as if the prompt had held them."""
+    """Texts that a call finds before its own, as if the prompt had contained them."""
     texts: list[list[int]] = []
     begin = TextLookup.begin
 
@@ -77,13 +77,14 @@ def known(monkeypatch):
 
 
 def emitted_before(num_accepted: list[int]) -> list[int]:
-    """New tokens before every round, the first being the prefill's; so many are left that trees are whole, or not."""
+    """Returns the new tokens before every round; the first one is the prefill's. The remaining budget decides whether
+    trees are whole."""
     return list(itertools.accumulate((number + 1 for number in num_accepted[:-1]), initial=1))
 
 
 @pytest.mark.parametrize("kind", TREES)
 def test_greedy_text_is_the_targets(kind, known):
-    """Drafts are wrong, right or in the middle of the tree, and the copied path with them."""
+    """Drafts are wrong, right or right within the tree, and so are the copied paths."""
     target, ids = shared_target("llama"), prompt()
     expected = plain(target, ids, NEW)
     text = expected[0].tolist()
@@ -142,7 +143,7 @@ def test_seeded_samples(method, known):
     ],
 )
 def test_sampled_distribution(method, tree):
-    """Of a vocabulary of five, copies are found in most rounds."""
+    """With a vocabulary of five, copies are found in most rounds."""
     samples, length, setting = 80, 4, {"temperature": 0.8, "top_k": 4}
     target = five_token_target()
     heads = random_heads(target, method, **tree)

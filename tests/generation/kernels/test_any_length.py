@@ -1,4 +1,4 @@
-"""Rounds plan no attention with cuDNN, and leave torch's switch as they found it."""
+"""Rounds never plan attention with cuDNN, and leave torch's switch as they found it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cudnn_is_on():
 
 @pytest.fixture
 def attended(monkeypatch):
-    """Whether every attention could be planned by cuDNN, by its number of queries and whether it had a mask."""
+    """Records for every attention its number of queries, whether it had a mask, and whether cuDNN was allowed."""
     seen, attend = [], torch.nn.functional.scaled_dot_product_attention
 
     def watched(query, *args, **kwargs):
@@ -68,7 +68,7 @@ def test_after_errors():
 
 
 def test_calls_at_the_same_time():
-    """The last to leave restores, in whatever order they leave."""
+    """The last call to leave restores the switch, in whatever order the calls leave."""
     kernels = KernelsOfAnyLength()
     kernels.__enter__()
     kernels.__enter__()

@@ -1,4 +1,4 @@
-"""Attention under the additive masks of trees: the same numbers, and other calls untouched."""
+"""Attention with the additive masks of trees: the same numbers, and other calls stay untouched."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_few_rows_attend_as_by_torchs_own_function(sizes, attend):
 
 
 def test_rows_that_see_nothing_are_numbers():
-    """Padding of a batch, which nobody reads; what is no number would spread."""
+    """Padding rows of a batch are never read, but NaN in them would spread."""
     query, key, value, mask = rows_and_slots(2, 4, 2, 3, 12)
     mask[1, :, 0] = torch.finfo(mask.dtype).min
     assert attend_by_products(query, key, value, mask, 0.25).isfinite().all()

@@ -1,4 +1,5 @@
-"""Products of a few rows: the same numbers in both ways, the faster one taken, and nothing of it outside rounds."""
+"""Products of a few rows: both kernels give the same numbers, the faster one is used, and nothing changes outside
+rounds."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ NEW = 16
 
 @pytest.fixture(params=["turned", "kernel"])
 def always(request, monkeypatch, kernel):
-    """Products are computed in another way whenever they may be; how many rows each of them had."""
+    """Replaces products by another implementation wherever this is allowed, and records their numbers of rows."""
     numbers = []
 
     def compute(*product):
@@ -52,7 +53,7 @@ def always(request, monkeypatch, kernel):
 
 @pytest.fixture
 def kernel():
-    """Of float32; `None` on machines that have none."""
+    """The float32 kernel, or `None` on machines that have none."""
     FewRows(nn.Linear(16, 16))
     few_rows.kernel_for(torch.Size([16, 16]), torch.float32)
     WORKSHOP.wait()
@@ -61,7 +62,7 @@ def kernel():
 
 @pytest.fixture(autouse=True)
 def torch_is_left_as_it_was():
-    WORKSHOP.wait()  # what a test ordered before must not have all begin anew in this one
+    WORKSHOP.wait()  # a kernel that an earlier test ordered must not restart the trials within this test
     before = nn.Linear.forward
     yield
     assert nn.Linear.forward is before and not few_rows._at_work
@@ -92,7 +93,7 @@ def test_rows_that_lie_apart_and_rows_of_no_batch():
      ((1.0, 0.4, 0.5), 1), ((1.0, 0.99, 0.98), 0), ((1.0, 0.9, 0.5), 2), ((0.5, 0.9, 1.0), 0)],
 )  # fmt: skip
 def test_the_faster_way_is_taken_whatever_stalls(seconds, taken, monkeypatch):
-    """After the same number of turns each; a stall in either changes nothing."""
+    """Each way gets the same number of turns, and a stall in either changes nothing."""
     clock, calls = [0.0], []
     monkeypatch.setattr(few_rows.time, "perf_counter", lambda: clock[0])
 
@@ -152,7 +153,7 @@ def test_batches_and_streams(always):
 
 
 def test_plain_steps_are_computed_as_ever(always):
-    """A single row by the target's weights is what plain decoding computes, bit for bit."""
+    """A single row is multiplied by the target's weights exactly as in plain decoding, bit for bit."""
     target, ids = own_target(), prompt()
     few = FewRows(target)
     with torch.no_grad():
@@ -164,7 +165,7 @@ def test_plain_steps_are_computed_as_ever(always):
 
 
 def test_where_it_helps_no_layer_nothing_is_done(monkeypatch):
-    """Of a number of rows, and only once that is known of all layers."""
+    """Applies per number of rows, and only once all layers have been tried."""
     layers, rows = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), torch.randn(3, 4)
     monkeypatch.setattr(few_rows, "_WAYS", {})
     few, own = FewRows(layers), nn.Linear.forward
@@ -189,7 +190,7 @@ def test_where_it_helps_no_layer_nothing_is_done(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_ways_there_are(dtype, kernel):
-    """A kernel multiplies with weights of which it reads whole pieces; the weight comes first in float32 alone."""
+    """A kernel multiplies by weights that consist of whole blocks. Only in float32 may the weight come first."""
     few_rows.kernel_for(torch.Size([64, 32]), dtype)
     WORKSHOP.wait()
     turns = [turned] if dtype == torch.float32 else []
@@ -217,7 +218,7 @@ def test_what_slower_ways_cost_is_no_cost_of_a_round(monkeypatch):
             spent += time.perf_counter() - began
     assert GLANCES * 0.02 <= (lost := work.take_lost()) < spent
     assert work.take_lost() == 0
-    with work.at_work(3, fewest=1):  # in the way that is known to be the faster
+    with work.at_work(3, fewest=1):  # uses the way that is known to be faster
         layer(torch.ones(3, 16))
     assert work.take_lost() == 0 < lost
 
@@ -271,7 +272,7 @@ def test_other_threads_compute_as_ever(always):
 
 
 def test_rounds_of_two_threads_at_a_time(always):
-    """Whoever ends first leaves the other's products as they are."""
+    """The call that ends first leaves the other call's products as they are."""
     layer, rows, begun, ended = nn.Linear(4, 4), torch.randn(3, 4), threading.Event(), threading.Event()
 
     def round_of_another():
@@ -291,7 +292,7 @@ def test_rounds_of_two_threads_at_a_time(always):
 
 
 def test_somebody_compiles_another_model_meanwhile(always):
-    """In one graph, as at other times."""
+    """The other model compiles to one graph, as usual."""
     other, rows = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4)
     with FewRows(layer := nn.Linear(4, 4)).at_work(3, fewest=1):
         torch.testing.assert_close(torch.compile(other, fullgraph=True, backend="eager")(rows), other(rows))
@@ -308,7 +309,7 @@ def test_an_error_leaves_torch_as_it_was():
 
 
 class Own(nn.Linear):
-    """A layer of somebody's, which may do anything."""
+    """A user's own layer, which may do anything."""
 
 
 @pytest.mark.parametrize("left_alone", [nn.Linear(4, 4).double(), Own(4, 4), nn.Embedding(4, 4)], ids=str)

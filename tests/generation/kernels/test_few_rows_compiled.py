@@ -1,4 +1,4 @@
-"""Compiled graphs in which products of few rows are computed in other ways: the same numbers, and the fastest one."""
+"""Compiled graphs in which products of few rows use other kernels: the same numbers, and the fastest kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from .test_products import Layer
 
 @pytest.fixture(params=[WEIGHT_FIRST, BY_KERNEL], ids=["weight first", "kernel"])
 def asked(request, monkeypatch):
-    """Rows, sizes and dtype that were asked for; another way is the fastest for all that it can multiply."""
+    """Records the rows, sizes and dtypes that are looked up. Another way than torch's is the fastest for all sizes it
+    supports."""
     asked_for = []
 
     def way_for(rows, sizes, dtype, threads):
@@ -74,7 +75,7 @@ def test_the_fastest_way_is_taken(fastest, ways):
 
 
 def test_weights_that_take_turns_are_not_in_a_cache(ways):
-    """No weight is multiplied in one way right after it was in another."""
+    """No weight is multiplied in one way right after another way, because it would still be in a cache."""
     clock, _ = ways
     few_rows_compiled.way_for.__wrapped__(3, ((40, 24), (16, 24)), torch.float32, 1)
     assert all(set(one).isdisjoint(other) for one, other in itertools.pairwise(clock.seen))
@@ -82,7 +83,7 @@ def test_weights_that_take_turns_are_not_in_a_cache(ways):
 
 
 class Clock:
-    """Tells how long ways took: one less than others."""
+    """Simulates the times of ways: the way `fastest` takes less than the others."""
 
     def __init__(self):
         self.now, self.fastest, self.seen = 0.0, 0, []
@@ -93,7 +94,7 @@ class Clock:
 
 @pytest.fixture
 def ways(monkeypatch):
-    """A clock, and how often each of three ways was taken."""
+    """A simulated clock, and the number of times each of three ways was used."""
     clock, number = Clock(), collections.Counter()
 
     def way(which, rows, weights):
@@ -120,7 +121,7 @@ def test_ways_are_the_same_products():
 
 @torch.no_grad()
 def test_a_graph_that_another_process_compiled_orders_its_kernel(monkeypatch):
-    """Out of the compiler's cache it comes without anybody having timed a way in this process."""
+    """A graph from the compiler's cache comes without any trial of ways in this process."""
     workshop = few_rows.few_rows_native._Workshop()
     monkeypatch.setattr(few_rows.few_rows_native, "WORKSHOP", workshop)
     rows, weight = torch.randn(3, 32, dtype=torch.float32), torch.randn(48, 32, dtype=torch.float32)
@@ -134,8 +135,8 @@ def test_a_graph_that_another_process_compiled_orders_its_kernel(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_graphs_call_the_kernel_itself(dtype, asked, monkeypatch):
-    """After the first group of weights by C's own function: on its way through torch an operator takes as long as a
-    small product does."""
+    """All but the first group of weights call the C function directly, because dispatching an operator through torch
+    takes as long as a small product."""
     calls, into = [], few_rows_compiled.Into(dtype)
     monkeypatch.setattr(torch.ops.specheads.few_rows, into.name, lambda *call: calls.append(call) or into(*call))
     layer, rows = Layer(dtype), torch.randn(1, 7, 64, dtype=dtype)
@@ -149,7 +150,7 @@ def test_graphs_call_the_kernel_itself(dtype, asked, monkeypatch):
 
 @torch.no_grad()
 def test_graphs_compute_without_a_kernel(asked, monkeypatch):
-    """In a process in which it is not built, or cannot be."""
+    """The kernel may not be built in this process, or may be impossible to build."""
     for kernel in (None, few_rows.few_rows_native.WORKSHOP.kernels[torch.float32]):
         monkeypatch.setattr(few_rows_compiled, "kernel_for", lambda *size, kernel=kernel: kernel)
         into = few_rows_compiled.Into(torch.float32)
@@ -161,7 +162,7 @@ def test_graphs_compute_without_a_kernel(asked, monkeypatch):
 
 @torch.no_grad()
 def test_the_last_row_of_one_is_the_row(asked):
-    """Heads ask with their last row alone, and look at all rows."""
+    """Heads query with the last row only, and attend to all rows."""
 
     class LastAndAll(torch.nn.Module):
         def __init__(self):

@@ -1,4 +1,5 @@
-"""The kernel for products of few rows: torch's numbers, the same for a row in every company; and none that fails."""
+"""The native kernel for products of few rows: torch's numbers, the same result for a row in any batch, and fallbacks
+for all failures."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def kernel_of(dtype):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="compilers elsewhere may know no OpenMP")
 def test_there_is_one_where_it_can_be_built():
-    """Otherwise nothing here would be tested."""
+    """Makes sure that the tests in this file run where they can."""
     if few_rows_native._command(torch.float32) is None:
         pytest.skip("this machine has no C compiler, or a processor without the instructions")
     assert build(torch.float32) is not None
@@ -53,7 +54,7 @@ def test_the_same_numbers(dtype, sizes, bias):
 @DTYPES
 @torch.no_grad()
 def test_a_row_has_the_same_result_in_every_company(dtype):
-    """Bit for bit: how a tree is shaped decides about no rounding."""
+    """Results are equal bit for bit, so the shape of a tree has no effect on rounding."""
     kernel = kernel_of(dtype)
     rows, weight = torch.randn(40, 96).to(dtype), torch.randn(50, 96).to(dtype)
     whole = kernel(rows, weight, None)
@@ -73,7 +74,7 @@ def four_threads():
 @DTYPES
 @torch.no_grad()
 def test_several_weights_of_the_same_rows(dtype, four_threads):
-    """Of which some have too few outputs for all threads that others have; bit for bit what each has by itself."""
+    """Some weights have too few outputs for all threads. Results equal those of separate products, bit for bit."""
     kernel, rows = kernel_of(dtype), torch.randn(7, 48).to(dtype)
     weights = [torch.randn(outputs, 48).to(dtype) for outputs in (16, 300, 17, 33, 64)]
     biases = [None, torch.randn(300).to(dtype), torch.randn(17).to(dtype), None, torch.randn(64).to(dtype)]
@@ -97,7 +98,7 @@ def test_rows_of_any_shape_that_lie_apart(dtype):
 
 @torch.no_grad()
 def test_numbers_that_are_none():
-    """Of a product with them; and rounding takes what is between two numbers to the nearest, as torch does."""
+    """Covers products with such values. Values between two numbers are rounded to the nearest, as in torch."""
     kernel, weight = kernel_of(torch.bfloat16), torch.eye(16, dtype=torch.bfloat16)
     rows = torch.tensor([[float("nan"), 1.0] * 8, [float("inf"), 1.0] * 8], dtype=torch.bfloat16)
     assert torch.equal(kernel(rows, weight, None).isnan(), linear(rows, weight).isnan())
@@ -133,7 +134,7 @@ def test_weights_it_fits():
 # ---------------------------------------------------------------------- building
 @pytest.fixture
 def elsewhere(monkeypatch, tmp_path):
-    """A folder that nothing was built in."""
+    """A folder in which nothing was built."""
     kernel_of(torch.float32)
     monkeypatch.setattr(few_rows_native.constants, "HF_HOME", str(tmp_path))
     (tmp_path / "hf_specheads").mkdir()
@@ -231,7 +232,7 @@ def test_whoever_orders_is_told_when_it_is_built(monkeypatch):
 # ---------------------------------------------------------------------- the best of rows
 @pytest.fixture
 def one_built(monkeypatch):
-    """A kernel is there, whatever other tests have ordered."""
+    """Provides a kernel, whatever other tests have ordered."""
     monkeypatch.setattr(few_rows_native.WORKSHOP, "any", kernel_of(torch.float32))
 
 
@@ -245,7 +246,7 @@ def one_built(monkeypatch):
 )
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_best_of_rows(one_built, seed, shape, count, scale, ties, pruned):
-    """Torch's own, the first of several that are as high."""
+    """Equals torch's result: the first of several equal maxima."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(*shape, count, generator=generator, dtype=torch.float32) * scale
     logits = (logits / scale).round() if ties else logits
@@ -285,7 +286,7 @@ def test_without_a_kernel_torch_finds_the_best(monkeypatch):
 
 
 def test_drafts_are_the_same_with_and_without(one_built, monkeypatch):
-    """Favourites of a chain, with a draft vocabulary and another temperature."""
+    """Covers favourites of a chain, with a draft vocabulary and another temperature."""
     logits = torch.randn(1, 400, generator=torch.Generator().manual_seed(3), dtype=torch.float32)
     vocabulary = torch.arange(400) * 2
     found = favourites(logits, 0.7, vocabulary)
@@ -304,7 +305,7 @@ def test_drafts_are_the_same_with_and_without(one_built, monkeypatch):
 )
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_highest_of_rows_is_argmax(one_built, seed, shape, ties, spoilt, wrong):
-    """Of several the first, of what is no number the first of those."""
+    """Returns the first of equal maxima, or the first NaN."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(shape, generator=generator, dtype=torch.float32) * 3
     scores = scores.round() if ties else scores

@@ -1,4 +1,4 @@
-"""Graphs in which products with weights are taken by one kernel: the same numbers, and only where it may be."""
+"""Graphs in which one kernel computes products with weights: the same numbers, and only where this is allowed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOW = [64, 128, 5]
 
 
 class Layer(nn.Module):
-    """What a decoder layer multiplies: three that read the same rows, two more, and one alone."""
+    """The products of a decoder layer: three that read the same rows, two more, and a single one."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, bias: bool = False):
         super().__init__()
@@ -31,7 +31,7 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Cases that were looked at; the kernel pays in all of them."""
+    """Records the cases that were examined. The kernel pays in all of them."""
     cases = []
     monkeypatch.setattr(products, "DEVICES", ("cpu",))
     monkeypatch.setattr(products, "how_it_pays", lambda *case: cases.append(case[2:]) or HOW)
@@ -41,7 +41,7 @@ def asked(monkeypatch):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """How many weights every call of the operator was given."""
+    """Records the number of weights in every call of the operator."""
     calls = []
 
     def count(rows, weights, how):

@@ -1,4 +1,4 @@
-"""Rounds leave out what autograd would do for them, and nobody who counts on autograd can tell."""
+"""Rounds bypass autograd, and code that relies on autograd notices no difference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEW = 12
 
 @pytest.fixture
 def entered(monkeypatch):
-    """Whether the guard is in force, by what a forward runs under; what ran outside is there too."""
+    """Records whether the guard is in force in every forward, including forwards outside of rounds."""
     inside, seen = [], {"target": [], "heads": []}
 
     @contextmanager
@@ -70,7 +70,7 @@ def test_every_forward_of_a_call_runs_under_it(method, entered):
     seen, watch = entered
     target = own_target()
     heads = random_heads(target, method, TREES["chain"])
-    heads.probe = False  # asks the target before the call begins
+    heads.probe = False  # the probe runs the target before the call begins
     expected = plain(target, prompt(), NEW)
     watch(target, "target")
     watch(heads, "heads")
@@ -89,7 +89,7 @@ def test_streams_and_costs_run_under_it(entered):
     assert seen["target"] and all(seen["target"])
     seen["target"].clear()
     measure_costs(target, heads, 20, nodes=(1, 4), rows=(1, 2), repeats=1)
-    assert sum(seen["target"]) == 4  # two sizes, twice
+    assert sum(seen["target"]) == 4  # two sizes, each twice
 
 
 def test_what_a_call_hands_over_can_be_changed_and_trained_on():
@@ -111,7 +111,7 @@ def test_what_a_call_hands_over_can_be_changed_and_trained_on():
 
 
 def _steered(module, _args, output):
-    """Adds a gradient to what a layer hands on."""
+    """A hook that adds a gradient to the output of a layer."""
     states = output[0] if isinstance(output, tuple) else output
     with torch.enable_grad():
         leaf = states.detach().requires_grad_()
@@ -121,7 +121,7 @@ def _steered(module, _args, output):
 
 
 class _Uphill(LogitsProcessor):
-    """Adds the gradient of a sum of squares to the logits."""
+    """A processor that adds the gradient of a sum of squares to the logits."""
 
     def __call__(self, input_ids, scores):
         with torch.enable_grad():
@@ -156,7 +156,7 @@ def test_a_processor_that_differentiates_does():
 
 
 class _Packed(nn.Parameter):
-    """Weights of a type of their own."""
+    """Weights of a tensor type of their own."""
 
 
 def _packed(target):
@@ -230,7 +230,7 @@ def test_compiled_rounds_run_without_it(entered):
 
 
 def test_modules_that_torchscript_has_made_are_looked_at_too():
-    """Their forward is no function of their class."""
+    """The forward of such a module is not a function of its class."""
     activation = torch.jit.script(nn.ReLU())
     assert guard_for(nn.ModuleList([own_target(), activation])) is BELOW_AUTOGRAD
     assert FewRows(nn.Sequential(nn.Linear(16, 16), activation)).layers

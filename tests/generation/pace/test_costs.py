@@ -1,4 +1,4 @@
-"""What rounds cost: what a tree that was never tried is expected to, and what trials are thought to lose."""
+"""Costs of rounds: the expected cost of trees that were never tried, and the expected loss of trials."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def test_drawn_levels_have_a_price_of_their_own():
         costs.record(PLAIN, 1.0)
         for choice in (0, 2, 3):
             costs.record(choice, seconds_of(CHAINS[choice], level, drawn))
-    for choice in (1, 4, 5):  # never tried
+    for choice in (1, 4, 5):  # these chains were never tried
         assert costs.expected(choice)[0] == pytest.approx(seconds_of(CHAINS[choice], level, drawn), rel=0.1)
     assert sum(costs.marginal(4)) - sum(costs.marginal(1)) == pytest.approx(drawn, rel=0.2)
 
 
 @pytest.mark.parametrize("stalled", [0, 1, 2], ids=["none", "plain", "round"])
 def test_a_stall_where_the_context_has_grown_changes_no_costs(stalled):
-    """What is timed there first sets the unit of all that comes after."""
+    """The first time measured after a change of context sets the unit of all later times."""
     costs, times = Costs(CHAINS), {PLAIN: 1.0, 0: 1.5, 1: 2.0}
     for _ in range(16):
         for choice, seconds in times.items():
@@ -52,7 +52,8 @@ def test_a_stall_where_the_context_has_grown_changes_no_costs(stalled):
 
 
 def test_chains_that_end_where_they_like_cost_what_those_of_as_many_levels_do():
-    """Whatever was timed first: what is learnt of a number of levels counts for all rounds that had so many."""
+    """What is learnt about a number of levels applies to all rounds with this many levels, whatever was timed
+    first."""
     chain = DraftTreeConfig(kind="chain", depth=4, top_k=1, total_tokens=5)
     costs = Costs((chain,), ending={0})
     for levels in (2, 2, 2, 4) * 16:
@@ -62,7 +63,8 @@ def test_chains_that_end_where_they_like_cost_what_those_of_as_many_levels_do():
 
 
 def test_a_stall_among_the_first_plain_steps_is_no_measure():
-    """The first one is the unit of all others; if the second stalls, plain steps cost that no more than before."""
+    """The first plain step is the unit of all others. If the second one stalls, plain steps must not look more
+    expensive."""
     costs = Costs(CHAINS)
     for choice, seconds in [(PLAIN, 1.0), (0, 1.5), (0, 1.5), (PLAIN, 4.0), (0, 1.5), (0, 1.5)]:
         costs.record(choice, seconds)
@@ -72,8 +74,8 @@ def test_a_stall_among_the_first_plain_steps_is_no_measure():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_trials_of_what_is_dearer_and_gives_the_same_stay_few(seed):
-    """Chains that end where they like might always end better yet: what trials of them lose is told by what they have
-    given, not by that."""
+    """Chains of free length might always end better in future. The expected loss of trying them must be based on what
+    they have given, not on this hope."""
     chain, farthest, batch = DraftTreeConfig(kind="chain", depth=4, top_k=1, total_tokens=5), 16, 8
     menu = trees_to_choose(chain, None, lambda tree: None, drawn=True, farthest=farthest)
     pace, draw, rounds, drawn = Pace(menu, ending=True), random.Random(seed), 600, 0
@@ -93,8 +95,8 @@ def test_trials_of_what_is_dearer_and_gives_the_same_stay_few(seed):
 
 @pytest.mark.parametrize("first", [1.2, 1.9, 3.0])
 def test_the_first_round_over_a_tree_is_not_held_against_it(first: float) -> None:
-    """It makes what later ones find made: of two trees that cost the same, the one tried once is not the dearer. It
-    may tell that it is the cheaper one."""
+    """The first round prepares what later ones reuse. Of two trees with equal cost, the tree tried once must not look
+    more expensive. It may look cheaper."""
     costs = Costs([DraftTreeConfig(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1) for depth in (3, 4)])
     for _ in range(4):
         costs.record(PLAIN, 1.0)
@@ -111,8 +113,8 @@ def test_the_first_round_over_a_tree_is_not_held_against_it(first: float) -> Non
 
 @pytest.mark.parametrize("seed", range(4))
 def test_one_level_more_is_taken_where_it_costs_less(seed: int) -> None:
-    """Kernels may take longer for three rows than for four: once that was seen a few times, no round drafts two links,
-    though the third is never accepted."""
+    """Kernels may take longer for three rows than for four. After a few such observations, no round drafts two links,
+    even if the third is never accepted."""
     chain, draw = DraftTreeConfig(kind="chain", depth=16, top_k=1, total_tokens=17), random.Random(seed)
     costs = {1: 2.1, 2: 2.85, 3: 2.55, 4: 2.8}
     pace, moods, levels = Pace((chain,), ending=True), [None], []

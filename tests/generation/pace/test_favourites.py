@@ -1,4 +1,4 @@
-"""What rounds over trees and chains tell of the chain of their favourites."""
+"""What rounds over trees and chains reveal about the chain of favourites."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def head(vocabulary: list[int] | None = None) -> SimpleNamespace:
 
 @given(st.permutations(range(6)), st.integers(0, 5))
 def test_ranks_of_what_chains_missed(order, token):
-    """The rank of a token is its place among the children, the likeliest first."""
+    """The rank of a token is its place among the children, starting with the likeliest."""
     logits = torch.empty(6).scatter(0, torch.tensor(order), -torch.arange(6.0))
     told = favourites_of_chain(head(), [logits], 1, [token])
     assert told == Favourites(0, 1, rank=max(order.index(token), 1))
 
 
 def test_tokens_that_heads_cannot_draft():
-    logits = torch.tensor([0.0, 3.0, 2.0])  # of the target's tokens 5, 7 and 9
+    logits = torch.tensor([0.0, 3.0, 2.0])  # logits of the target's tokens 5, 7 and 9
     assert favourites_of_chain(head([5, 7, 9]), [logits], 1, [5]).rank == 2
     assert favourites_of_chain(head([5, 7, 9]), [logits], 1, [6]).rank == 3, "no child at all"
 
@@ -67,7 +67,7 @@ def test_heads_that_say_nothing_and_chains_that_are_right():
 
 @pytest.mark.parametrize("kind", ["chain", "dynamic"])
 def test_rounds_of_a_batch_tell_what_became_of_every_sequence(kind, monkeypatch):
-    """Whatever was drafted, what is told agrees with what was accepted."""
+    """What is recorded agrees with what was accepted, whatever was drafted."""
     target, (inputs, _), rounds = shared_target(), batch_of(), []
     heads = random_heads(target)
     heads.adaptive = True

@@ -1,4 +1,4 @@
-"""What rounds of one chain tell of others, and how long."""
+"""What rounds over one chain reveal about other chains, and for how long."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEEPEST = 8
 
 
 def text_in_runs(positions: int, stays: float, seed: int) -> list[bool]:
-    """Whether a draft of each token is right: easy and hard stretches take turns."""
+    """Tells for each token whether a draft of it is right. Easy and hard stretches alternate."""
     chance, easy, right = random.Random(seed), True, []
     for _ in range(positions):
         easy = easy if chance.random() < stays else not easy
@@ -25,7 +25,8 @@ def text_in_runs(positions: int, stays: float, seed: int) -> list[bool]:
 
 
 def rounds_of(right: list[bool], depth: int) -> list[int]:
-    """Accepted drafts of every round of a chain over a text: the bonus token is right whatever the draft would be."""
+    """Returns the accepted drafts of every round of a chain over a text. The bonus token is right whatever the draft
+    was."""
     found, place = [], 0
     while place + depth < len(right):
         number = next((number for number in range(depth) if not right[place + number]), depth)
@@ -42,13 +43,14 @@ def mean_tokens(right: list[bool], depth: int) -> float:
 @pytest.mark.parametrize("depth", [3, 6, 8])
 @pytest.mark.parametrize("stays", [0.8, 0.97])
 def test_deep_chains_tell_of_shallow_ones(depth, stays):
-    """By position alone, they would be said to give up to an eighth less than they do."""
+    """Rates by position alone would underestimate shallow chains by up to an eighth."""
     right = text_in_runs(60_000, stays, seed=depth)
     acceptance = Acceptance(DEEPEST)
     for number in rounds_of(right, depth):
         acceptance.record([depth], [number])
     for shallow in range(1, depth + 1):
-        expected = tokens_of(acceptance.memories[-1].rates(DEEPEST)[:shallow])  # others know the last stretch best
+        # other memories only know the last stretch
+        expected = tokens_of(acceptance.memories[-1].rates(DEEPEST)[:shallow])
         assert expected == pytest.approx(mean_tokens(right, shallow), rel=0.08), shallow
 
 
@@ -75,7 +77,7 @@ def test_rates_are_rates(rounds):
 
 @pytest.mark.parametrize("depth", [2, 150])
 def test_heads_of_no_use_and_very_deep_chains(depth):
-    """So unlikely are their last positions that they are no number any more."""
+    """The probabilities of the last positions are too small to be represented."""
     acceptance = Acceptance(150)
     for _ in range(300):
         acceptance.record([depth], [0])
@@ -110,7 +112,8 @@ def test_weights_that_grow_are_made_lighter(monkeypatch):
 
 
 def test_a_hard_stretch_is_not_the_last_word():
-    """Plain steps tell nothing of drafts: what was seen just before them is forgotten meanwhile, or with the text."""
+    """Plain steps reveal nothing about drafts. What was seen just before them is therefore forgotten over time, or at
+    the end of the text."""
 
     def after_a_hard_stretch() -> Acceptance:
         acceptance, chance = Acceptance(DEEPEST), random.Random(2)
@@ -141,14 +144,14 @@ def test_nodes_of_a_dynamic_tree_are_where_rounds_come_to(rates, nodes, top_k):
 
 
 def test_a_deep_tree_of_few_nodes_gives_no_less_than_a_shallow_one():
-    """Its nodes are not spread evenly over levels that rounds hardly come to."""
+    """The estimate must not spread nodes evenly over levels that rounds hardly reach."""
     rates = [0.5, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4]
     deep, shallow = (DraftTreeConfig(depth=depth, top_k=6, total_tokens=12) for depth in (8, 3))
     assert Siblings().tokens(deep, rates) > Siblings().tokens(shallow, rates[:3]) - 0.05
 
 
 def ranks(generator: random.Random, rounds: int, rate: float, exponent: float) -> list[int]:
-    """Of right children: k of them are wrong as often as one is k ** exponent times in a row."""
+    """Returns ranks of right children. k children are all wrong as often as one is, k ** exponent times in a row."""
     found = []
     for _ in range(rounds):
         chance = generator.random()
@@ -158,7 +161,7 @@ def ranks(generator: random.Random, rounds: int, rate: float, exponent: float) -
 
 @pytest.mark.parametrize("exponent", [0.2, 0.4, 0.8])
 def test_what_chains_missed_tells_what_trees_would_give(exponent):
-    """No tree was ever tried."""
+    """The estimate works without ever having tried a tree."""
     siblings, rate = Siblings(), 0.6
     for rank in ranks(random.Random(3), 1500, rate, exponent):
         if rank:
@@ -177,7 +180,7 @@ def test_trees_that_had_no_such_child_tell_less_but_nothing_wrong():
 
 
 def test_a_tree_that_was_tried_where_the_text_was_easy():
-    """What it gave is kept next to what was expected there."""
+    """What the tree gave is compared with what was expected in that text."""
     tried = Tried()
     for number in range(256):
         tried.record(number, tokens=4.4, expected=4.0, copied=0.0)

@@ -25,7 +25,7 @@ def lengths_of(ids: torch.Tensor) -> list[int]:
 
 
 def agreeing_choices(tree: DraftTree, seed: int) -> torch.Tensor:
-    """Tokens chosen at the nodes, [B, N]: often one of the node's children, so that paths are accepted."""
+    """Chooses tokens at the nodes, [B, N], often one of the node's children, so that paths are accepted."""
     generator = torch.Generator().manual_seed(seed)
     choices = torch.randint(0, VOCAB, tree.token_ids.shape, generator=generator)
     for index, parents in enumerate(tree.parents.tolist()):
@@ -36,7 +36,7 @@ def agreeing_choices(tree: DraftTree, seed: int) -> torch.Tensor:
 
 
 def naive_walk(tree: DraftTree, index: int, choices: list[int]) -> tuple[list[int], list[int]]:
-    """Nodes and emitted tokens of one row, by walking from the root."""
+    """Returns nodes and emitted tokens of one row, by walking from the root."""
     tokens, parents = tree.token_ids[index].tolist(), tree.parents[index].tolist()
     nodes, emitted = [0], [choices[0]]
     while True:

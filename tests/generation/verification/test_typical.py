@@ -1,4 +1,4 @@
-"""Typical acceptance: the authors' decisions, the rule written out naively, and what it is refused with."""
+"""Typical acceptance: the authors' decisions, a naive version of the rule, and the combinations that are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from hf_specheads.tree.draft_tree import DraftTree
 
 GOLDENS = Path(__file__).resolve().parents[2] / "recordings" / "goldens"
 NEVER = StopRule(StoppingCriteriaList())
-CASES = ["medusa_greedy", "hydra_prefix_mlp"]  # folders with a second recording: sampling at temperature 0.7
+CASES = ["medusa_greedy", "hydra_prefix_mlp"]  # folders with a second recording, of sampling at temperature 0.7
 
 
 # ---------------------------------------------------------------------- the authors' recordings
@@ -54,7 +54,7 @@ def recorded_target(name: str) -> Any:
 
 
 def recorded_rounds(name: str) -> list[tuple[int, dict[str, Any], torch.Tensor]]:
-    """Number, recording and committed tokens [1, T] of each recorded round."""
+    """Returns number, recording and committed tokens [1, T] of each recorded round."""
     case = recorded_case(name)
     text, committed, rounds = case["prompt_ids"] + case["output_ids"], len(case["prompt_ids"]), []
     for number, recorded in enumerate(case["rounds"]):
@@ -70,7 +70,8 @@ def tree_of(recorded: dict[str, Any]) -> DraftTree:
 
 @torch.no_grad()
 def node_logits(target: Any, committed: torch.Tensor, tree: DraftTree) -> torch.Tensor:
-    """Target logits [1, N, V] at the nodes of a tree of one row, one padded forward over all paths."""
+    """Returns the target's logits [1, N, V] at the nodes of a tree of one row, from one padded forward over all
+    paths."""
     parents, tokens = tree.parents[0].tolist(), tree.token_ids[0].tolist()
     paths = [[tokens[n] for n in path_of(parents, node)] for node in range(tree.num_nodes)]
     longest = max(map(len, paths))
@@ -81,7 +82,8 @@ def node_logits(target: Any, committed: torch.Tensor, tree: DraftTree) -> torch.
 
 @pytest.mark.parametrize("name", CASES)
 def test_decisions_equal_the_authors(name):
-    """Medusa's code pads short paths with token 0 and may accept the padding: there our path ends before it."""
+    """Medusa's code pads short paths with token 0 and may accept the padding. In these cases our path ends before the
+    padding."""
     case = recorded_case(name)
     constants = (case["settings"]["posterior_threshold"], case["settings"]["posterior_alpha"])
     target = recorded_target(name)
@@ -103,7 +105,8 @@ def test_decisions_equal_the_authors(name):
 
 
 def test_thresholds_equal_the_authors():
-    """Recorded per leaf path and depth: probability of the drafted token, and what it had to exceed."""
+    """The recordings hold, per leaf path and depth, the probability of the drafted token and the threshold it had to
+    exceed."""
     name = "medusa_greedy"
     target = recorded_target(name)
     tensors = load_file(GOLDENS / name / "tensors_typical_t07.safetensors")
@@ -129,7 +132,7 @@ def test_thresholds_equal_the_authors():
 
 
 def naive_best(tree: DraftTree, row: int, probs: torch.Tensor, threshold: float, alpha: float) -> int:
-    """The node that the rule ends in: longest accepted path, then the most probable, then the first."""
+    """Returns the node in which the rule ends: longest accepted path, then the most probable path, then the first."""
     tokens, parents = tree.token_ids[row].tolist(), tree.parents[row].tolist()
     best, best_key = 0, (0, 0.0)
     for node in range(1, tree.num_nodes):
@@ -158,12 +161,13 @@ def test_the_best_node_equals_the_naive_rule(seed, nodes, batch, threshold, alph
 
 
 def test_a_leaf_is_never_extended_by_padding():
-    """Medusa's own code takes a token 0 after a leaf for accepted, as short paths are padded with it."""
+    """Medusa's own code accepts a token 0 after a leaf, because it pads short paths with 0."""
     tree = DraftTree(
         torch.tensor([[5, 7, 8, 9]]), torch.tensor([[-1, 0, 0, 2]]), torch.tensor([[0, 1, 1, 2]]), torch.zeros(1, 4), 2
     )
     logits = torch.full((1, 4, 12), -20.0)
-    logits[0, 0, 7] = logits[0, 1, 0] = logits[0, 2, 3] = logits[0, 3, 0] = 20.0  # only the leaf 7, then token 0
+    # only the leaf 7 is accepted, then token 0 follows
+    logits[0, 0, 7] = logits[0, 1, 0] = logits[0, 2, 3] = logits[0, 3, 0] = 20.0
     (accepted,) = verify_typical(
         tree, torch.tensor([[1, 5]]), logits, TokenSampler(LogitsProcessorList(), True), NEVER, (), 0.09, 0.3
     )
@@ -208,7 +212,7 @@ def typical_heads(target, truth=None, **tree: Any):
 
 
 def naive_generation(target, ids: torch.Tensor, new_tokens: int, temperature: float, trees: list) -> list[int]:
-    """Typical acceptance over the trees that were drafted, with forwards without cache."""
+    """Applies typical acceptance to the drafted trees, with forwards without cache."""
     text = ids[0].tolist()
     text.append(int(target(torch.tensor([text])).logits[0, -1].argmax()))
     for tree in trees:
@@ -236,7 +240,7 @@ def test_host_syncs_of_processors_that_read_the_text_are_counted():
     sampler = TokenSampler(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.8)]), True)
     ids, logits = torch.zeros(1, 3).long(), torch.randn(1, 9, 20)
     (accepted,) = verify_typical(tree, ids, logits, sampler, NEVER, None, 0.09, 0.3)
-    assert accepted.host_syncs == 1 + 4  # a level each, the root's included
+    assert accepted.host_syncs == 1 + 4  # one per level, the root's level included
 
 
 @pytest.mark.parametrize("tree", [{}, {"kind": "chain", "depth": 3}], ids=["tree", "chain"])

@@ -1,4 +1,4 @@
-"""What several tests run in the process that talks to the local Hub."""
+"""Functions that several tests run in the process that talks to the local Hub."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def error_of(function: Callable[..., object], *args: Any, **kwargs: Any) -> str:
-    """Name and message of the error that a call raises, empty without one."""
+    """Returns name and message of the error that a call raises, or an empty text without an error."""
     try:
         function(*args, **kwargs)
     except (ValueError, OSError, RuntimeError) as error:

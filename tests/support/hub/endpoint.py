@@ -1,14 +1,14 @@
-"""A small Hub on this machine: what huggingface_hub asks of the real one, over real HTTP, with faults on demand.
+"""A small Hub on this machine. Serves the requests of huggingface_hub over real HTTP, with faults on demand.
 
-It keeps repositories in memory, with commits, branches, tags and pull requests; regular files come with the commit,
-large ones through LFS, and are served from a second host name as by the real Hub's storage. Written after the requests
-of huggingface_hub 2.4. Use it through the fixture `hub` (conftest.py):
+It keeps repositories in memory, with commits, branches, tags and pull requests. Regular files are part of the commit
+request. Large files go through LFS and are served from a second host name, as by the real Hub's storage. Written to
+match the requests of huggingface_hub 2.4. Use it through the fixture `hub` (conftest.py):
 
     hub.publish("lab/heads", folder)                      # a repository as if it had been there
     hub.run(load_digest, "lab/heads", revision="main")    # in a process whose Hub this is (HF_ENDPOINT)
     hub.fail("GET .*safetensors", cut_after=100)          # the next download breaks off after 100 bytes
 
-`python tests/support/hub/endpoint.py 7007` runs it by hand, on port 7007, until it is stopped.
+`python tests/support/hub/endpoint.py 7007` serves on port 7007 until it is stopped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-WRITER, READER = "hf_writer", "hf_reader"  # tokens: of user `lab`, who may write to `lab/...`; of user `guest`
+WRITER, READER = "hf_writer", "hf_reader"  # tokens of user `lab`, who may write to `lab/...`, and of user `guest`
 USERS = {WRITER: "lab", READER: "guest"}
 LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".png")
 FIRST_COMMIT = "initial commit"
@@ -38,7 +38,7 @@ FIRST_COMMIT = "initial commit"
 
 @dataclass(frozen=True)
 class Blob:
-    """A file's content. `oid` is what the API calls it: SHA-256 of an LFS file, git's SHA-1 of a regular one."""
+    """A file's content. The API calls it by its `oid`: SHA-256 for an LFS file, git's SHA-1 for a regular file."""
 
     data: bytes
     lfs: bool
@@ -58,7 +58,7 @@ class Blob:
 
 @dataclass(frozen=True)
 class Commit:
-    """A state of all files."""
+    """The state of all files of a repository."""
 
     sha: str
     title: str
@@ -76,7 +76,7 @@ class Repo:
     refs: dict[str, str] = field(default_factory=dict)
 
     def commit(self, ref: str, title: str, files: dict[str, Blob]) -> Commit:
-        """Adds a commit with these files in all, and moves the ref to it."""
+        """Adds a commit that contains exactly these files, and moves the ref to it."""
         parent = self.refs.get(ref)
         content = [self.name, ref, title, parent, len(self.commits), sorted((p, b.oid) for p, b in files.items())]
         sha = hashlib.sha1(json.dumps(content).encode()).hexdigest()
@@ -85,14 +85,14 @@ class Repo:
         return self.commits[sha]
 
     def find(self, revision: str) -> Commit | None:
-        """The commit of a branch, tag, `refs/pr/1` or hash."""
+        """Finds the commit of a branch, tag, `refs/pr/1` or hash."""
         for name in (f"refs/heads/{revision}", f"refs/tags/{revision}", revision):
             if name in self.refs:
                 return self.commits[self.refs[name]]
         return self.commits.get(revision)
 
     def history(self, revision: str) -> list[Commit]:
-        """The commits that led to a revision, newest first."""
+        """Returns the commits that led to a revision, newest first."""
         commits, commit = [], self.find(revision)
         while commit is not None:
             commits.append(commit)
@@ -102,7 +102,7 @@ class Repo:
 
 @dataclass
 class Fault:
-    """What goes wrong with the next `times` requests whose `"METHOD /path"` matches."""
+    """A fault of the next `times` requests whose `"METHOD /path"` matches `pattern`."""
 
     pattern: str
     status: int | None = None
@@ -128,8 +128,8 @@ class HubEndpoint:
     """The server in a thread, and a process that talks to it.
 
     Attributes:
-        url: For `HF_ENDPOINT` or `endpoint=`.
-        repos: By name.
+        url: Value for `HF_ENDPOINT` or `endpoint=`.
+        repos: Repositories by name.
         seen: Requests in the order of their answers.
     """
 
@@ -137,7 +137,7 @@ class HubEndpoint:
         from support.hub.requests import HubRequests
 
         self.repos: dict[str, Repo] = {}
-        self.objects: dict[str, bytes] = {}  # LFS, by SHA-256
+        self.objects: dict[str, bytes] = {}  # LFS objects, by SHA-256
         self.faults: list[Fault] = []
         self.seen: list[Seen] = []
         self.lock = threading.Lock()
@@ -155,13 +155,14 @@ class HubEndpoint:
 
     @property
     def storage_url(self) -> str:
-        """Where LFS files lie: another host name, to which no token may be sent."""
+        """Returns the address of LFS files. Its host name differs, and no token may be sent there."""
         return f"http://localhost:{self._server.server_port}/storage"
 
     def environment(self, token: str | None = WRITER) -> dict[str, str]:
-        """Environment variables of a process whose Hub this is; nothing of the user's own cache or token is seen.
+        """Returns environment variables that make this endpoint the Hub of a process, and hide the user's own cache
+        and token.
 
-        Xet, the storage protocol of the real Hub, is switched off: this endpoint speaks LFS.
+        Xet, the storage protocol of the real Hub, is switched off, because this endpoint speaks LFS.
         """
         variables = {
             "HF_ENDPOINT": self.url,
@@ -179,11 +180,11 @@ class HubEndpoint:
 
     # ------------------------------------------------------------------ what tests do with it
     def new_name(self, namespace: str = "lab") -> str:
-        """A repository name never used before, which no cache knows."""
+        """Returns a repository name that was never used before, so that no cache knows it."""
         return f"{namespace}/heads-{next(self._names)}"
 
     def publish(self, name: str, folder: Path, *, private: bool = False, ref: str = "refs/heads/main") -> Commit:
-        """Makes a folder's files a repository's next commit, without a request."""
+        """Makes the files of a folder the next commit of a repository, without a request."""
         repo = self.repos.get(name) or self.create(name, private)
         files = {
             str(path.relative_to(folder).as_posix()): Blob(path.read_bytes(), path.suffix in LFS_SUFFIXES)
@@ -194,13 +195,13 @@ class HubEndpoint:
         return repo.commit(ref, "published", files)
 
     def create(self, name: str, private: bool = False) -> Repo:
-        """A repository with an empty first commit, as the Hub makes it."""
+        """Creates a repository whose first commit holds only `.gitattributes`, as the Hub does."""
         repo = self.repos[name] = Repo(name, private)
         repo.commit("refs/heads/main", FIRST_COMMIT, {".gitattributes": Blob(b"*.safetensors filter=lfs\n", False)})
         return repo
 
     def files(self, name: str, revision: str = "main") -> dict[str, bytes]:
-        """Content of all files of a revision."""
+        """Returns the content of all files of a revision."""
         return {path: blob.data for path, blob in self.repos[name].find(revision).files.items()}
 
     def fail(self, pattern: str, **how: Any) -> None:
@@ -208,7 +209,7 @@ class HubEndpoint:
         self.faults.append(Fault(pattern, **how))
 
     def take_fault(self, request: str) -> Fault | None:
-        """The fault of this request, counted down."""
+        """Returns the fault for this request, and counts it down."""
         with self.lock:
             for fault in self.faults:
                 if fault.times > 0 and re.search(fault.pattern, request):
@@ -217,19 +218,19 @@ class HubEndpoint:
         return None
 
     def requests(self, pattern: str) -> list[Seen]:
-        """Requests whose `"METHOD /path status"` matches."""
+        """Returns the requests whose `"METHOD /path status"` matches."""
         with self.lock:
             return [seen for seen in self.seen if re.search(pattern, str(seen))]
 
     def run(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Calls a module-level function in a process whose Hub this is; returns or raises what it does.
+        """Calls a module-level function in a process that uses this Hub. Returns or raises what the function does.
 
-        The process stays for the session, for importing torch takes seconds.
+        The process lives as long as the session, because importing torch takes seconds.
         """
         if self._client is None:
             self._client = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
             saved = dict(os.environ)
-            os.environ.update(self.environment())  # the process inherits what stands here when it starts
+            os.environ.update(self.environment())  # the process inherits the environment at its start
             try:
                 self._client.submit(time.time).result()
             finally:
@@ -253,9 +254,9 @@ class HubEndpoint:
 
 
 def main() -> None:
-    """Serves until it is stopped; says which variables point a client here."""
+    """Serves until stopped, and prints the variables that point a client here."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from support.hub.endpoint import HubEndpoint  # not `__main__`: both files know one set of classes
+    from support.hub.endpoint import HubEndpoint  # imported by its full name, so that both files use the same classes
 
     with tempfile.TemporaryDirectory() as home:
         endpoint = HubEndpoint(Path(home), int(sys.argv[1]) if len(sys.argv) > 1 else 0)

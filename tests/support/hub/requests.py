@@ -1,4 +1,4 @@
-"""How [`hub_endpoint.HubEndpoint`] answers: one method per request of huggingface_hub."""
+"""The answers of [`endpoint.HubEndpoint`]: one method per request of huggingface_hub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
 API = rf"/api/(?:models|datasets)/{REPO}"
-# method, path, name of the method that answers, whether it changes the repository
+# method, path, name of the method that answers, whether the request changes the repository
 ROUTES = (
     ("GET", r"/api/whoami-v2", "whoami", False),
     ("POST", r"/api/repos/create", "create_repo", False),
@@ -43,7 +43,7 @@ ROUTES = (
 
 
 class Refused(Exception):
-    """An answer with an error."""
+    """An answer that reports an error."""
 
     def __init__(self, status: int, message: str, code: str | None = None, **headers: str):
         super().__init__(message)
@@ -52,7 +52,8 @@ class Refused(Exception):
 
 
 def _metadata(card: str) -> object:
-    """The YAML at the top of a card; an empty mapping without it, and what it is not if it is no YAML."""
+    """Parses the YAML at the top of a card: an empty mapping if there is none, and the error message if it is
+    invalid."""
     match = re.match(r"---\n(.*?)\n---\n", card, flags=re.DOTALL)
     try:
         return yaml.safe_load(match[1]) if match else {}
@@ -68,10 +69,10 @@ class HubRequests(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def log_message(self, *args: Any) -> None:
-        """Nothing is printed."""
+        """Prints nothing."""
 
     def do_request(self) -> None:
-        """Finds the route, answers, and remembers the request; a fault comes first."""
+        """Finds the route, answers, and records the request. A pending fault is applied first."""
         url = urlsplit(self.path)
         self.query = {name: values[0] for name, values in parse_qs(url.query).items()}
         self.body = self._read_body()
@@ -148,7 +149,7 @@ class HubRequests(BaseHTTPRequestHandler):
         return user
 
     def _repo(self, name: str, writes: bool) -> Repo:
-        """The repository, if this user may see it, and change it where the request does."""
+        """Returns the repository, if this user may see it and, for requests that change it, may write to it."""
         user, repo = self._user(), self.hub.repos.get(name)
         owner = name.split("/")[0]
         if repo is None or (repo.private and user != owner):
@@ -192,7 +193,7 @@ class HubRequests(BaseHTTPRequestHandler):
         )
 
     def validate_yaml(self) -> None:
-        """What the Hub minds first: metadata that is no YAML mapping, and a licence that is none."""
+        """Checks what the Hub checks first: metadata must be a YAML mapping, and a licence must be a string."""
         metadata = _metadata(self._json()["content"])
         if not isinstance(metadata, dict) or not isinstance(metadata.get("license", ""), str):
             self._send(400, {"errors": [{"message": "metadata must be a mapping"}], "warnings": []})
@@ -334,7 +335,7 @@ class HubRequests(BaseHTTPRequestHandler):
 
     # ------------------------------------------------------------------ download
     def resolve(self, repo: Repo, revision: str, path: str) -> None:
-        """Regular files at once; LFS files by a redirect to the storage."""
+        """Sends regular files at once, and LFS files by a redirect to the storage."""
         commit = self._find(repo, revision)
         blob = commit.files.get(path)
         if blob is None:
@@ -354,7 +355,7 @@ class HubRequests(BaseHTTPRequestHandler):
         self._send_content(self.hub.objects[oid], {"ETag": f'"{oid}"', "Accept-Ranges": "bytes"})
 
     def _send_content(self, data: bytes, headers: dict[str, str]) -> None:
-        """All of a file, or the range that was asked for."""
+        """Sends all of a file, or the requested range."""
         headers = {**headers, "Content-Type": "application/octet-stream"}
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if asked is None:
