@@ -1,4 +1,4 @@
-"""Result files of the oracles, and the tables that `python -m benchmarks --render` makes of them for `docs/export.md`."""
+"""Result files of the oracles, and the tables of `docs/export.md` rendered from them by `python -m benchmarks`."""
 
 from __future__ import annotations
 

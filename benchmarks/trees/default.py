@@ -141,8 +141,6 @@ def measure_shape(args: argparse.Namespace) -> list[dict[str, Any]]:
     text = generate_text(target, prompt, max_new_tokens=args.max_new_tokens, **TO_THE_END)
     measured = []
     for method, tau in itertools.product(args.methods, args.tau):
-
-
         # new heads for each call, without knowledge from earlier ones
         def make_heads(method: str = method) -> DraftHead:
             return setup.random_head(target, method, args.depth).bind(target)

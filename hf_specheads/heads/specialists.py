@@ -118,7 +118,7 @@ class SpecialistHead(DraftHead):
         raise NotImplementedError
 
     def fuse_drafted(self, embeddings: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
-        """Makes rows of embeddings and drafted states: [B, R, E] and [B, R, h] -> [B, R, *], as wide as in [`fuse`]."""
+        """Makes rows of embeddings and drafted states: [B, R, E] and [B, R, h] -> [B, R, *], wide as in [`fuse`]."""
         return self.fuse(embeddings, drafted)
 
     def drafted_state(self, outputs: torch.Tensor) -> torch.Tensor:

@@ -169,8 +169,8 @@ def test_more_shapes_than_graphs_run_uncompiled_and_pairs_do_not_count_each_othe
 
 
 def plain_share(monkeypatch) -> float:
-    """Returns the share of plain steps in six calls whose drafts are always right, with a clock that counts compile
-    times."""
+    """Returns the share of plain steps in calls whose drafts are always right: four calls, after a first one that does
+    not count. The clock includes compile times."""
     target = own_target("llama", num_hidden_layers=1)  # tracing time grows with the number of layers
     heads = DraftLanguageModel.from_model(target, tree_config={"kind": "chain", "depth": 4})
     heads.compiled = heads.adaptive = True

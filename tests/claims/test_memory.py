@@ -28,7 +28,7 @@ NEW = 4
 
 
 class Alive:
-    """Tracks living objects of some classes that were made since the tracker."""
+    """Tracks the living objects of some classes that are made after the tracker."""
 
     def __init__(self, monkeypatch, *classes: type):
         self.objects: weakref.WeakSet = weakref.WeakSet()

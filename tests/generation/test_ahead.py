@@ -155,7 +155,7 @@ def test_drafts_are_the_same(method, kind, monkeypatch):
 
 
 def batch_both_ways(pair: Pair):
-    """Runs a batch in which one sequence ends early, and checks that the texts are those of plain generation."""
+    """Runs a batch in which one sequence ends early. Returns the plain texts and the results of [`Pair.both_ways`]."""
     inputs, alone = batch_of((9, 4, 14))
     texts = alone_texts(pair.target, alone, max_new_tokens=NEW)
     eos = next(token for token in texts[0][4:12] if token not in texts[1] + texts[2])

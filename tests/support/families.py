@@ -44,7 +44,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     ("n_shared_experts|num_shared_experts|moe_num_shared_experts|n_group|topk_group|first_k_dense_replace", 1),
     (r"sliding_window|window_size|attention_window\w*|sliding_window_size", WINDOW),
     ("attention_chunk_size|chunk_size", 16),
-    ("index_topk", 64),  # heads refuse contexts longer than this
+    ("index_topk", 64),  # draft heads are refused for longer contexts
     (r"_?(sliding_window_pattern|global_attn_every_n_layers|full_attention_interval)", 2),
     ("max_window_layers", 2),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_seq_length|(model_)?max_length|seq_length", 512),
