@@ -277,6 +277,21 @@ def test_words_about_code_run_nowhere() -> None:
     )
     other = SOURCE.replace("nothing new", "something new").replace("One line.", "Two lines.\n\n        Really.")
     assert other != SOURCE and results.what_runs(other) == results.what_runs(SOURCE)
+    refusing = SOURCE.replace(
+        "        # A comment.\n",
+        """        if os:
+            raise ValueError(
+                "said differently"
+            )
+""",
+    )
+    otherwise = refusing.replace("said differently", "in other words").replace(
+        "            )", "            ) from None"
+    )
+    assert otherwise != refusing and results.what_runs(otherwise) == results.what_runs(refusing)
+    assert results.what_runs(refusing) != results.what_runs(SOURCE), "whether anything is raised counts"
+    logging = SOURCE.replace("# A comment.", "logger.warning('a word')")
+    assert results.what_runs(logging) == results.what_runs(SOURCE)
     elsewhere = SOURCE.replace("import os", "from elsewhere import os")
     assert elsewhere != SOURCE and results.what_runs(elsewhere) == results.what_runs(SOURCE)
     assert results.what_runs(SOURCE.replace("no comment", "comment")) != results.what_runs(SOURCE)
