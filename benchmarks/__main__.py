@@ -68,7 +68,7 @@ def measurement_of(name: str) -> ModuleType:
     stem = name.rpartition("/")[2]
     module = MEASUREMENTS.get(stem) or MEASUREMENTS.get(stem.rpartition("_")[0])
     if module is None:
-        raise ValueError(f"{name!r} is the result of no measurement, expected one of {list(MEASUREMENTS)}.")
+        raise ValueError(f"{name!r} is not the result of a measurement; known measurements: {list(MEASUREMENTS)}.")
     return module
 
 
@@ -129,7 +129,7 @@ def bring_up_to_date(args: argparse.Namespace) -> int:
         if not args.check:
             mend()
     if args.check:
-        print("run `python -m benchmarks --render`" if mends else f"{len(texts)} files say what the results say")
+        print("run `python -m benchmarks --render`" if mends else f"{len(texts)} files agree with the results")
     return int(args.check and bool(mends))
 
 
@@ -140,13 +140,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--render", action="store_true", help="write tables, documents and pictures from the results")
     parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 if something is stale")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to render from")
-    parser.add_argument("--documents", type=Path, nargs="+", default=results.documents(), help="to render into")
+    parser.add_argument("--documents", type=Path, nargs="+", default=results.documents(), help="files to render into")
     names = parser.add_subparsers(dest="name", metavar="NAME")
     for name, module in MEASUREMENTS.items():
         doc = module.__doc__ or ""
         one = names.add_parser(name, help=doc.partition("\n")[0], description=doc, formatter_class=raw)
-        one.add_argument("--threads", type=int, help="CPU threads (default: torch's own choice)")
-        one.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON and the table")
+        one.add_argument("--threads", type=int, help="number of CPU threads (default: torch's choice)")
+        one.add_argument("--output", type=Path, default=RESULTS, help="folder for the JSON file and the table")
         module.add_arguments(one)
     return parser
 

@@ -65,7 +65,7 @@ def draw_default(path: Path, results: dict[str, Result]) -> None:
                 label = name if height == 0 else None
                 axes.scatter(end, height, marker=marker, color=colour, s=60, zorder=2, label=label)
         axes.set_yticks(range(len(measured)), [setting_of(one) for one in measured])
-        axes.set_xlabel("tokens per second, in those of plain generation")
+        axes.set_xlabel("speed-up over plain generation")
         axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
 
 
@@ -109,7 +109,7 @@ def _draw_batches(axes: Axes, batch_sizes: dict[str, Any]) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
     axes.set(xticks=places, xticklabels=list(batch_sizes))
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("sequences at once", fontsize=9)
+    axes.set_xlabel("batch size", fontsize=9)
     axes.set_ylabel("speed-up over plain generate", fontsize=9)
 
 

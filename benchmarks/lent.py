@@ -29,7 +29,7 @@ def quickstart_table(result: dict[str, Any]) -> str:
     return (
         column_table(columns, result["sides"], "heads")
         + f"\n{result['accelerator']}; torch {versions['torch']}, transformers {versions['transformers']}; bfloat16, "
-        f"greedy, batch 1, three turns of one chat; {result['date']}.\n"
+        f"greedy, batch 1, one chat, three repeats; {result['date']}.\n"
         + (_before(result["before"]) if "before" in result else "")
     )
 
@@ -41,30 +41,32 @@ def _stage(side: Result, stage: str) -> str:
 def _before(before: dict[str, Any]) -> str:
     slow = ", ".join(f"{number(spent, 0)} ({nodes})" for nodes, spent in before["round_milliseconds_by_nodes"].items())
     return (
-        f"With cuDNN's kernels, before: milliseconds of a round (nodes verified) {slow}; "
-        f"of a call of {number(before['eagle_seconds']['heads'])} s with eagle's heads attention took "
-        f"{number(before['eagle_seconds']['attention_of_heads'])} s, and plain generation "
-        f"{number(before['eagle_seconds']['plain'])} s altogether.\n"
+        f"Earlier, with cuDNN's kernels: milliseconds of a round (by nodes verified in it) {slow}; "
+        f"a call with eagle's heads took {number(before['eagle_seconds']['heads'])} s, of which attention took "
+        f"{number(before['eagle_seconds']['attention_of_heads'])} s; plain generation took "
+        f"{number(before['eagle_seconds']['plain'])} s in total.\n"
     )
 
 
 def large_table(result: dict[str, Any]) -> str:
     """One row per side of the benchmark `compiled`, at the sizes of a large target. Below the table: kernel times."""
     columns = {
-        "tokens/s": ("tokens_per_second", 1), "/ plain compiled": ("over_plain_compiled", 2, "x"),
-        "tau": ("acceptance_length", 2), "ms per round": ("round_milliseconds", 2), "draft, target, rest": stage_times,
-        "of its floor": lambda side: percent(side.get("of_the_floor")), "same text": same_text,
+        "tokens/s": ("tokens_per_second", 1), "speed-up over plain, compiled": ("over_plain_compiled", 2, "x"),
+        "tau": ("acceptance_length", 2), "ms per round": ("round_milliseconds", 2),
+        "ms in draft, target, rest": stage_times,
+        "floor / measured time": lambda side: percent(side.get("of_the_floor")), "same text": same_text,
     }  # fmt: skip
     versions, busy = result["versions"], result["device_milliseconds_of_a_round"]["eagle"]
     rate, one = (number(result[f"{name}copy_terabytes_per_second"]) for name in ("", "one_"))
     first = ", ".join(f"{name} {number(spent, 0)}" for name, spent in result["first_call_seconds"].items())
     return (
-        column_table(columns, result["sides"], "llama-3-8b, acceptance length set")
-        + f"\n{result['accelerator']}, which copies at {rate} TB/s ({one} where each copy is waited for); torch "
+        column_table(columns, result["sides"], "llama-3-8b, acceptance length set by a stub")
+        + f"\n{result['accelerator']}, which copies at {rate} TB/s ({one} when waiting for each copy); torch "
         f"{versions['torch']}, transformers {versions['transformers']}; bfloat16, greedy, batch 1, 320 new tokens; "
-        f"commit {result['commit']}, {result['date']}. Of a round with eagle's heads {number(busy['busy'])} ms are "
-        f"{busy['kernels']} kernels: products with weights {number(busy['products with weights'])}, attention "
-        f"{number(busy['attention'])}. Seconds of first calls, five processes at once: {first}.\n"
+        f"commit {result['commit']}, {result['date']}. In a round with eagle's heads, "
+        f"{number(busy['busy'])} ms are spent in {busy['kernels']} kernels: "
+        f"{number(busy['products with weights'])} ms in products with weights, "
+        f"{number(busy['attention'])} ms in attention. Seconds of first calls, with five processes at once: {first}.\n"
     )
 
 
@@ -74,7 +76,8 @@ def kernels_table(result: dict[str, Any]) -> str:
     for one in result["microseconds"]["attention"]:
         batch, heads, key_heads, nodes, slots, width = one["sizes"]
         name = (
-            f"attention, batch {batch}, {heads} heads, {key_heads} of keys, {nodes} nodes, {slots} slots, {width} wide"
+            f"attention, batch {batch}, {heads} heads, {key_heads} key heads, {nodes} nodes, {slots} slots, "
+            f"width {width}"
         )
         rows[name] = {"ours": one["kernel"], "products": one["products"], "torch": one["sdpa"]}
     for one in result["microseconds"]["products"]:
@@ -86,10 +89,10 @@ def kernels_table(result: dict[str, Any]) -> str:
     for one in result["microseconds"]["best_of_logits"]:
         rows[f"best of {one['logits']} logits"] = {"ours": one["blocks"], "torch": one["log_softmax"]}
     columns = {
-        "µs": ("ours", 1), "by torch's matrix products": ("products", 1), "by torch's own kernels": ("torch", 1),
+        "µs": ("ours", 1), "µs with torch's matrix products": ("products", 1), "µs with torch's kernels": ("torch", 1),
     }  # fmt: skip
     return column_table(columns, rows, "kernel") + (
-        f"\n{result['accelerator']}; bfloat16, weights, keys and values from memory, in a CUDA graph; "
+        f"\n{result['accelerator']}; bfloat16; weights, keys and values are read from memory; in a CUDA graph; "
         f"{result['date']}.\n"
     )
 

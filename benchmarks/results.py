@@ -125,7 +125,7 @@ def mark(result: Result, sources: Sequence[str]) -> str:
     """Returns remarks for a table whose sources or shipped target have changed since; empty if neither has."""
     facts, lines = result["provenance"], []
     if result.get("target") == SHIPPED_TARGET.name and facts.get("shipped_target") != shipped_target():
-        lines.append("Measured on an earlier shipped pair: other texts, other acceptance.\n")
+        lines.append("Measured on an earlier version of the shipped pair, whose texts and acceptance differ.\n")
     if sources and facts.get("sources") != hash_of(sources):
         lines.append(
             f"Measured with an earlier engine: {' or '.join(f'`{one}`' for one in sources)} has changed since.\n"
@@ -299,9 +299,11 @@ def render(text: str, results: Mapping[str, Result], tables: Mapping[str, str]) 
     for kind, pattern in (("results", TABLE), ("value", VALUE)):
         marks = re.findall(rf"<!-- /?{kind}\b[^\n]*? -->", text)
         if len(marks) != 2 * len(pattern.findall(text)):
-            raise ValueError(f"every <!-- {kind}:X --> needs a following <!-- /{kind} --> of its own; found {marks}.")
+            raise ValueError(f"every <!-- {kind}:X --> needs a following <!-- /{kind} -->; found {marks}.")
     if unknown := sorted({found["name"] for found in TABLE.finditer(text)} - set(tables)):
-        raise ValueError(f"unknown results {unknown}, expected some of {sorted(tables)}; mend the mark, or measure.")
+        raise ValueError(
+            f"unknown results {unknown}, expected one of {sorted(tables)}; correct the mark, or run the measurement."
+        )
     text = TABLE.sub(lambda found: f"{found[1]}{tables[found['name']]}{found[4]}", text)
     return VALUE.sub(lambda found: f"{found[1]}{_value(found, results)}{found[6]}", text)
 
@@ -310,7 +312,7 @@ def _value(found: re.Match[str], results: Mapping[str, Result]) -> str:
     try:
         return format(value_at(results, found["path"]), found["format"] or "")
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{found[1]} names nothing that can be shown: {error}") from error
+        raise ValueError(f"{found[1]} does not name a value that can be shown: {error}") from error
 
 
 def value_at(values: Any, path: str) -> str | float | bool:
@@ -329,5 +331,7 @@ def value_at(values: Any, path: str) -> str | float | bool:
         key = max(fitting, key=len)
         values, path = values[key], path[len(key) + 1 :]
     if isinstance(values, dict | list):
-        raise KeyError(f"a number or a text, but the path ends at {type(values).__name__} of {len(values)}")
+        raise KeyError(
+            f"expected a number or a text, but the path ends at a {type(values).__name__} of {len(values)} values"
+        )
     return values

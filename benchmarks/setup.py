@@ -87,17 +87,17 @@ def add_generation_arguments(
     parser.add_argument("--limit", type=int, default=limit, help="use only the first N prompts of every set")
     parser.add_argument("--max_new_tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32", help="type of all weights")
-    parser.add_argument("--device", default="cpu", help="where everything runs")
+    parser.add_argument("--device", default="cpu", help="device that everything runs on")
     if repeats is not None:
-        parser.add_argument("--repeats", type=int, default=repeats, help="times that everything is timed")
+        parser.add_argument("--repeats", type=int, default=repeats, help="number of times that everything is timed")
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser, depth: int) -> None:
     """Adds the arguments of a pair with random weights, for measurements in which only the time is meaningful."""
     parser.add_argument("--shape", choices=sorted(SHAPES), help="random weights of these sizes instead of --target")
-    parser.add_argument("--depth", type=int, default=depth, help="of the chain that heads of --shape draft")
+    parser.add_argument("--depth", type=int, default=depth, help="depth of the chains that the heads of --shape draft")
     parser.add_argument(
-        "--methods", nargs="+", default=[*SHAPED_HEADS], choices=[*SHAPED_HEADS], help="of heads of --shape"
+        "--methods", nargs="+", default=[*SHAPED_HEADS], choices=[*SHAPED_HEADS], help="methods of heads of --shape"
     )
 
 
@@ -147,7 +147,7 @@ def load_all_heads(target: PreTrainedModel, folders: Iterable[str], **how: Any) 
         if (other := called.setdefault(display_name(folder), folder)) is not folder:
             raise ValueError(
                 f"--heads {other} and {folder} would both be called {display_name(folder)!r} in the results; rename a "
-                "folder, or give a link of another name."
+                "folder, or pass a link with another name."
             )
     return {display_name(folder): load_bound_heads(target, folder, **how) for folder in folders}
 

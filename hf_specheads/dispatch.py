@@ -124,7 +124,7 @@ def _validate_generation_mode(
     head = generation_mode_kwargs.get("assistant_model")
     if isinstance(head, str | os.PathLike):  # transformers would fail less clearly, on a missing `config`
         raise TypeError(
-            f"assistant_model={str(head)!r} is a name, and `generate` takes models that are loaded; of draft heads "
+            f"assistant_model={str(head)!r} is a name, but `generate` takes loaded models; for draft heads "
             f"pass `assistant_model=load_heads({str(head)!r})`."
         )
     if isinstance(head, DraftingContract):

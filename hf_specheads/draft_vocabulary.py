@@ -66,7 +66,7 @@ def mapping_of(token_ids: TokenIds, vocab_size: int) -> tuple[torch.Tensor, torc
     if ids.dim() == 1:
         ids = ids.sort().values
     if problem := draft_ids_problem(ids, vocab_size):
-        raise ValueError(f"{problem}; choose others, e.g. `hf_specheads.trainer.frequent_tokens(...)`.")
+        raise ValueError(f"{problem}; choose other token ids, e.g. `hf_specheads.trainer.frequent_tokens(...)`.")
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[ids] = True
     return ids - torch.arange(len(ids)), t2d

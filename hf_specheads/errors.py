@@ -28,8 +28,8 @@ def refuse_wrong_keys(*, missing: set[str], unknown: set[str]) -> None:
     ]
     if problems:
         raise CheckpointKeysError(
-            f"the tensors are not exactly those of these draft heads: {'; '.join(problems)}. The file is of another "
-            "kind, or damaged; download it again."
+            f"the tensors do not match these draft heads: {'; '.join(problems)}. The file is of another kind, or "
+            "damaged; download it again."
         )
 
 

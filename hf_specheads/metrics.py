@@ -110,7 +110,7 @@ class GenerationStats:
 
     @property
     def pos_acc(self) -> list[float]:
-        """Conditional acceptance rate per draft position, position 1 first; see [`position_acceptance`]."""
+        """Conditional acceptance per draft position (pos-acc), position 1 first; see [`position_acceptance`]."""
         return position_acceptance(self.num_accepted, self.offered)
 
     def record_round(self, row: int, num_accepted: int, offered: int) -> None:

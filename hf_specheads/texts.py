@@ -73,7 +73,9 @@ def chat_token_ids(chat: Sequence[Mapping[str, Any]], tokenizer: Any, **options:
         options = {"add_generation_prompt": True, **options, "return_dict": True}
         return list(tokenizer.apply_chat_template(as_template_takes(chat, written), **options)["input_ids"])
     except Exception as error:  # templates may raise errors of any type
-        raise ValueError(f"the chat template refuses a chat: {error}; give it messages that it takes.") from error
+        raise ValueError(
+            f"the chat template refuses a chat: {error}; give messages that the template accepts."
+        ) from error
 
 
 def as_template_takes(chat: Sequence[Any], written: Callable[[list[Any]], str]) -> list[Any]:

@@ -30,7 +30,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("specheads train", description=__doc__, formatter_class=raw)
     parser.add_argument("--config", metavar="RECIPE", help=f"YAML file, or one of {', '.join(shipped_recipes())}")
-    add_output_options(parser, "facts", "no progress, and no log of the steps")
+    add_output_options(parser, "facts", "show no progress bars and no log of the steps")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="changes to the recipe")
     return parser.parse_intermixed_args(argv)
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(options)
     except KeyboardInterrupt:
-        said = "the same command goes on from the newest checkpoint in its output_dir, or begins anew without one"
+        said = "the same command resumes from the newest checkpoint in its output_dir, or starts over if there is none"
         print(f"stopped; {said}", file=sys.stderr)
         return 130
 

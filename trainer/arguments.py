@@ -94,7 +94,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
         ValueError: if a value is out of range.
     """
 
-    num_passes: int | None = field(default=None, metadata={"help": "Draft positions the unroll trains."})
+    num_passes: int | None = field(default=None, metadata={"help": "Number of draft positions to train."})
     feature_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the feature loss."})
     token_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the token loss."})
     top_k_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the top-K loss."})
@@ -104,28 +104,34 @@ class DraftHeadTrainingArguments(TrainingArguments):
     lk_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the LK loss."})
     confidence_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the confidence loss."})
     selector_loss_weight: float | None = field(default=None, metadata={"help": "Weight of the selector loss."})
-    base_loss_weight: float | None = field(default=None, metadata={"help": "First share of the uncorrected loss."})
+    base_loss_weight: float | None = field(
+        default=None, metadata={"help": "Initial weight of the loss on uncorrected drafts."}
+    )
     lk_decay: float = field(default=3.0, metadata={"help": "How fast the LK loss turns from KL to acceptance."})
-    pass_decay: float | None = field(default=None, metadata={"help": "Factor from one position to the next."})
+    pass_decay: float | None = field(default=None, metadata={"help": "Loss factor from one position to the next."})
     top_k: int = field(default=10, metadata={"help": "K of the top-K loss."})
-    num_anchors: int = field(default=512, metadata={"help": "Rows per sequence where block drafters draft."})
+    num_anchors: int = field(default=512, metadata={"help": "Rows per sequence to train block drafters at."})
     feature_noise: float = field(default=0.0, metadata={"help": "Half width of the uniform noise on input features."})
-    feature_noise_scaling: str = field(default="none", metadata={"help": f"One of {NOISE_SCALINGS}."})
+    feature_noise_scaling: str = field(
+        default="none", metadata={"help": f"Scaling of the noise, one of {NOISE_SCALINGS}."}
+    )
     embedding_noise: float = field(default=0.0, metadata={"help": "alpha of the NEFTune noise on token embeddings."})
-    backward: str = field(default="summed", metadata={"help": f"One of {BACKWARDS}."})
-    loss_chunk_rows: int = field(default=CHUNK_ROWS, metadata={"help": "Rows of which all logits exist at a time."})
-    max_grad_value: float | None = field(default=None, metadata={"help": "Clip gradients by value, too."})
-    peak_tflops: float | None = field(default=None, metadata={"help": "What the device can do, for `mfu`."})
-    pass_reduction: str = field(default="sum", metadata={"help": f"One of {PASS_REDUCTIONS}."})
-    max_nonfinite_steps: int = field(default=5, metadata={"help": "Non-finite steps in a row before giving up."})
+    backward: str = field(default="summed", metadata={"help": f"When backwards run, one of {BACKWARDS}."})
+    loss_chunk_rows: int = field(default=CHUNK_ROWS, metadata={"help": "Rows whose full logits exist at a time."})
+    max_grad_value: float | None = field(default=None, metadata={"help": "Clip gradients to [-value, value]."})
+    peak_tflops: float | None = field(default=None, metadata={"help": "Peak TFLOP/s of the device, for `mfu`."})
+    pass_reduction: str = field(
+        default="sum", metadata={"help": f"How passes are combined, one of {PASS_REDUCTIONS}."}
+    )
+    max_nonfinite_steps: int = field(default=5, metadata={"help": "Infinite or NaN steps in a row before stopping."})
     upstream_masking: bool = field(default=False, metadata={"help": "The authors' zero-logit masks; for parity only."})
     max_length: int = field(default=2048, metadata={"help": "Longest training example in tokens."})
-    packing: bool = field(default=False, metadata={"help": "Several examples per sequence, unseen by each other."})
+    packing: bool = field(default=False, metadata={"help": "Put several separate examples into a sequence."})
     shard_target: bool = field(default=False, metadata={"help": "Shard the frozen target over the processes."})
-    target_sharding: str = field(default="fsdp2", metadata={"help": f"One of {SHARDINGS}."})
-    packing_strategy: str = field(default="best_fit", metadata={"help": f"One of {PACKING_STRATEGIES}."})
-    chat_template_kwargs: dict | None = field(default=None, metadata={"help": "For the chat template."})
-    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that tokenise."})
+    target_sharding: str = field(default="fsdp2", metadata={"help": f"What shards the target, one of {SHARDINGS}."})
+    packing_strategy: str = field(default="best_fit", metadata={"help": f"How to pack, one of {PACKING_STRATEGIES}."})
+    chat_template_kwargs: dict | None = field(default=None, metadata={"help": "Arguments for the chat template."})
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Number of tokenizing processes."})
     eval_acceptance_prompts: int = field(default=16, metadata={"help": "Prompts to generate from in evaluation."})
     eval_prompt_length: int = field(default=64, metadata={"help": "Tokens of a prompt cut from a plain text."})
     eval_max_new_tokens: int = field(default=64, metadata={"help": "Tokens generated per evaluation prompt."})
@@ -158,8 +164,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
         _at_least("eval_max_new_tokens", self.eval_max_new_tokens, 1)
         if self.optim in STEPS_IN_BACKWARD:
             raise ValueError(
-                f"optim={str.__str__(self.optim)!r} takes its step within a backward, of which an unroll may have "
-                "several; choose another optimizer, e.g. optim=adamw_torch."
+                f"optim={str.__str__(self.optim)!r} updates the weights inside a backward, but the unroll may run "
+                "several backwards in a step; choose another optimizer, e.g. optim=adamw_torch."
             )
         _one_of("backward", self.backward, BACKWARDS)
         _one_of("target_sharding", self.target_sharding, SHARDINGS)

@@ -56,7 +56,7 @@ def training_arguments(recipe: Recipe) -> DraftHeadTrainingArguments:
     arguments = JointTrainingArguments if recipe.trains_target else DraftHeadTrainingArguments
     chosen = {**defaults, **recipe.training}
     if chosen.get("bf16") and not chosen.get("use_cpu") and not is_torch_bf16_gpu_available():
-        logger.warning("no accelerator here has bf16: training in fp32, as with bf16=false.")
+        logger.warning("no accelerator here supports bf16, so training runs in fp32, as with bf16=false.")
         chosen["bf16"] = False
     if chosen.get("use_cpu") or not torch.accelerator.is_available():  # torch warns if it pins memory in vain
         chosen.setdefault("dataloader_pin_memory", False)
@@ -107,10 +107,12 @@ def mix(datasets: Sequence[Examples], weights: Sequence[float | None], seed: int
     if len(datasets) == 1:
         return datasets[0]
     if not all(hasattr(dataset, "column_names") for dataset in datasets):
-        raise RecipeError("stored features cannot be mixed with other data; train on one folder of them.")
+        raise RecipeError(
+            "stored features cannot be mixed with other data; train on a single folder of stored features."
+        )
     if len({hasattr(dataset, "__len__") for dataset in datasets}) > 1:
-        raise RecipeError("a mixture is of streams alone or of data sets alone; give every source of train_data the "
-                          "same `streaming`.")  # fmt: skip
+        raise RecipeError("streams and data sets cannot be mixed with each other; give every source of train_data "
+                          "the same `streaming`.")  # fmt: skip
     given = [weight for weight in weights if weight is not None]
     if not given:
         return concatenate_datasets(list(datasets))
@@ -141,7 +143,9 @@ def prepare_sources(
     ]
     if any(isinstance(source, ImageChats) for source in prepared):
         if len(prepared) > 1:
-            raise RecipeError("several sources cannot be mixed where a processor reads images; put them into one.")
+            raise RecipeError(
+                "sources cannot be mixed if a processor reads their images; put all examples into one source."
+            )
         return prepared[0]
     mixture = mix(prepared, [source.weight for source in recipe.train_sources], args.seed)
     return known_as_prepared(mixture, args.max_length)
@@ -224,7 +228,7 @@ def load_target(recipe: Recipe, images: bool = False) -> PreTrainedModel:
         try:
             options["quantization_config"] = AutoQuantizationConfig.from_dict(options["quantization_config"])
         except (ValueError, TypeError, ImportError) as error:
-            raise RecipeError(f"`target_options.quantization_config` is none: {error}") from error
+            raise RecipeError(f"`target_options.quantization_config` is not valid: {error}") from error
     try:
         return load_model(recipe.target, images=images, dtype=dtype, **options, **hub)
     except TypeError as error:
@@ -304,8 +308,8 @@ def naming_the_hub(args: DraftHeadTrainingArguments) -> Iterator[None]:
         yield
     except (*HUB_ERRORS[:2], OfflineModeIsEnabled) as error:
         raise RecipeError(
-            f"push_to_hub=true, and the Hub cannot be asked for the repository {args.hub_model_id!r}: {error}; leave "
-            "push_to_hub out, and `specheads push` the heads later."
+            f"push_to_hub=true, but the Hub did not provide the repository {args.hub_model_id!r}: {error}; leave "
+            "push_to_hub out, and push the heads later with `specheads push`."
         ) from error
 
 

@@ -12,7 +12,9 @@ Counts = dict[str, int]
 
 
 def add_output_options(
-    parser: argparse.ArgumentParser | argparse._ArgumentGroup, printed: str = "counts", hidden: str = "no progress"
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    printed: str = "counts",
+    hidden: str = "show no progress bars",
 ) -> None:
     """Adds `--json`, `--quiet` and `--debug` to a parser or an argument group."""
     parser.add_argument(
@@ -27,7 +29,9 @@ def add_folder_options(parser: argparse.ArgumentParser, data: str) -> None:
     parser.add_argument("--data", required=True, help=data)
     parser.add_argument("--name", help="configuration of a Hub data set")
     parser.add_argument("--split", default="train", help="split to read, e.g. train[:10%%]")
-    parser.add_argument("--template-kwargs", type=json.loads, default={}, help="for the chat template, as JSON")
+    parser.add_argument(
+        "--template-kwargs", type=json.loads, default={}, help="arguments for the chat template, as JSON"
+    )
     parser.add_argument("--out", required=True, type=Path, help="folder to write shards into")
 
 

@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("specheads features", description=__doc__)
     parser.add_argument("--target", required=True, help="target model: folder or Hub id")
-    add_folder_options(parser, "as train_data of a recipe")
-    parser.add_argument("--method", default="eagle", help="heads that will read them: says which hidden states")
+    add_folder_options(parser, "file, folder or Hub id, as for train_data of a recipe")
+    parser.add_argument("--method", default="eagle", help="method of the heads that will read the features")
     parser.add_argument("--max-length", type=int, default=2048, help="longest example in tokens")
-    parser.add_argument("--batch-size", type=int, default=8, help="examples of a forward")
+    parser.add_argument("--batch-size", type=int, default=8, help="examples per forward")
     parser.add_argument("--rows-per-shard", type=int, default=256)
-    parser.add_argument("--dtype", default="auto", help="of the target")
+    parser.add_argument("--dtype", default="auto", help="dtype of the target")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... or 'auto' to spread over all accelerators")
-    parser.add_argument("--limit-gib", type=float, default=50.0, help="above it, --yes is needed")
-    parser.add_argument("--yes", action="store_true", help="write, however much it is")
+    parser.add_argument("--limit-gib", type=float, default=50.0, help="size above which --yes is required")
+    parser.add_argument("--yes", action="store_true", help="write features of any size")
     add_output_options(parser)
     return parser.parse_args(argv)
 
@@ -78,7 +78,7 @@ def write_features(args: argparse.Namespace) -> dict[str, int]:
     print(f"{len(data)} examples, {tokens} tokens, {width} numbers each: {size / 2**30:.2f} GiB", file=sys.stderr)
     if size > args.limit_gib * 2**30 and not args.yes:
         raise ValueError(
-            f"that is more than --limit-gib {args.limit_gib:g}; pass --yes to write it, or train without stored "
+            f"the features exceed --limit-gib {args.limit_gib:g}; pass --yes to write them, or train without stored "
             "features."
         )
     settings = {name: getattr(args, name) for name in ("data", "name", "split", "max_length", "rows_per_shard")}
@@ -106,7 +106,9 @@ def load_target(args: argparse.Namespace) -> tuple[Any, tuple[int, ...]]:
     fields = METHODS[args.method].config_class.fields_for_target(target, args.method)
     layers = tuple(fields.get("feature_layers") or (-1,))
     if args.method == "draft-lm":
-        raise ValueError("a small language model as draft heads reads no features of the target; train it without.")
+        raise ValueError(
+            "draft heads of method 'draft-lm' read no features of the target; train them without stored features."
+        )
     return target, layers
 
 

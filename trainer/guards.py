@@ -58,9 +58,9 @@ class StepGuard:
         self._in_a_row += 1
         if self._in_a_row >= self.limit:
             raise NonFiniteError(
-                f"loss or gradients were infinite or no numbers in {self._in_a_row} steps in a row, the last of them "
-                f"step {step}; none was taken, and the newest checkpoint is good. Lower learning_rate, check the "
-                "data, or train without fp16."
+                f"loss or gradients were infinite or NaN in {self._in_a_row} steps in a row, the last of them "
+                f"step {step}. All of them were skipped, so the newest checkpoint is valid. Lower learning_rate, "
+                "check the data, or train without fp16."
             )
         return False
 
@@ -74,6 +74,6 @@ def refuse_nonfinite_weights(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter.detach()).all()):
             raise NonFiniteError(
-                f"the weight {name!r} is infinite or no number, so no checkpoint is written and none is deleted; go "
-                "on from the newest one with a lower learning_rate."
+                f"the weight {name!r} is infinite or NaN, so no checkpoint is written and none is deleted; resume "
+                "from the newest one with a lower learning_rate."
             )

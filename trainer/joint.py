@@ -67,12 +67,16 @@ class JointTrainingArguments(DraftHeadTrainingArguments):
     """
 
     target_lora_rank: int = field(default=16, metadata={"help": "Rank of the target's adapter."})
-    target_lora_alpha: float = field(default=32.0, metadata={"help": "The adapter counts alpha / rank times."})
-    target_lora_modules: str = field(default="all-linear", metadata={"help": "Adapted modules, with commas."})
+    target_lora_alpha: float = field(
+        default=32.0, metadata={"help": "The adapter's product is scaled by alpha / rank."}
+    )
+    target_lora_modules: str = field(default="all-linear", metadata={"help": "Adapted modules, separated by commas."})
     target_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the target's own loss."})
-    self_distillation: bool = field(default=True, metadata={"help": "Keep to the target without its adapter."})
+    self_distillation: bool = field(
+        default=True, metadata={"help": "Train the target to match itself without adapter."}
+    )
     target_learning_rate: float | None = field(default=None, metadata={"help": "Learning rate of the adapter."})
-    heads_warmup_steps: int = field(default=0, metadata={"help": "Steps that train the heads alone."})
+    heads_warmup_steps: int = field(default=0, metadata={"help": "First steps, which train only the heads."})
     target_gradient_checkpointing: bool = field(
         default=False, metadata={"help": "Compute the target's layers again in the backward."}
     )
@@ -89,8 +93,8 @@ class JointTrainingArguments(DraftHeadTrainingArguments):
             raise ValueError(f"`target_lora_alpha` must be above 0, got {self.target_lora_alpha!r}.")
         if self.backward != "summed":
             raise ValueError(
-                f"`backward` must be 'summed' in joint training, got {self.backward!r}: all passes share the target's "
-                "graph; leave it out."
+                f"`backward` must be 'summed' in joint training, got {self.backward!r}; all passes share the target's "
+                "graph, so leave the option out."
             )
         if self.target_learning_rate is None:
             self.target_learning_rate = self.learning_rate / 4
@@ -127,7 +131,7 @@ class JointTrainer(DraftHeadTrainer):
         self.adapter = adapter_parameters(target)
         if not self.adapter:
             raise ValueError(
-                "the adapter on the target was not put there by this package; use `heads.load_target_adapter(target)`."
+                "the adapter on the target was not added by this package; call `heads.load_target_adapter(target)`."
             )
         if self.args.target_gradient_checkpointing:
             _checkpoint_layers(target)
@@ -153,7 +157,7 @@ class JointTrainer(DraftHeadTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns features as [`DraftHeadTrainer`] does, but with their graph; also computes the target's own loss."""
         if "final_features" in batch:
-            raise ValueError("joint training changes the target's features; train on batches without stored ones.")
+            raise ValueError("joint training changes the target's features; train on data without stored features.")
         alone = training and self.in_heads_warmup
         teacher = None if alone or not self.args.self_distillation else self._features_without_adapter(batch)
         with torch.set_grad_enabled(torch.is_grad_enabled() and training and not alone):

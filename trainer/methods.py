@@ -105,7 +105,7 @@ def resolve_num_passes(heads: DraftHead, args: DraftHeadTrainingArguments) -> in
         raise ValueError(f"num_passes={passes} {problem}")
     if heads.pruned_token_ids is not None:
         raise ValueError(
-            f"these heads are pruned to {heads.config.pruned_vocab_size} tokens, which is for drafting; call "
+            f"these heads are pruned to {heads.config.pruned_vocab_size} tokens, which serves drafting only; call "
             "`heads.prune_draft_vocabulary(None)` to train them, and prune them again afterwards."
         )
     return passes

@@ -36,22 +36,22 @@ def refuse_other_logits(frozen: FrozenTarget) -> None:
         name, states = type(frozen.model).__name__, outputs.hidden_states
         if not states or states[-1] is None:
             raise ProbeError(
-                f"{name} does not return the hidden state that its `lm_head` reads (asked for it by "
-                "output_hidden_states=-1), which is what draft heads learn from; they cannot be trained for it."
+                f"{name} does not return the hidden state that its `lm_head` reads (requested by "
+                "output_hidden_states=-1). Draft heads learn from this state, so they cannot be trained for it."
             )
         ours = frozen.lm_head(states[-1]).float()
     theirs = outputs.logits.float().to(ours.device)
     if ours.shape != theirs.shape:
         raise ProbeError(
-            f"{name} returns logits of shape {list(theirs.shape)}, and its `lm_head` makes {list(ours.shape)} of its "
-            "last hidden state; draft heads cannot be trained for a target that computes its logits otherwise."
+            f"{name} returns logits of shape {list(theirs.shape)}, but its `lm_head` returns {list(ours.shape)} for "
+            "its last hidden state; draft heads can only be trained for targets whose `lm_head` computes the logits."
         )
     if (difference := _relative(ours, theirs)) > TOLERANCE:
         raise ProbeError(
-            f"the logits of {name} are not what its `lm_head` makes of its last hidden state, multipliers and "
-            f"soft-cap of its config included (they differ by {difference:.2g} of their spread on a probe), so heads "
-            "would be trained on another distribution than the target's; its logit function has to be added to "
-            "hf_specheads/target/logits.py."
+            f"the logits of {name} are not those that its `lm_head` computes from its last hidden state, even with "
+            f"the multipliers and the soft-cap of its config (they differ by {difference:.2g} of their spread on a "
+            "probe), so heads would be trained on another distribution than the target's; add the logit function of "
+            "this target to hf_specheads/target/logits.py."
         )
 
 
@@ -73,8 +73,8 @@ def refuse_other_features(frozen: FrozenTarget, layers: tuple[int, ...], width: 
         states = frozen.model(input_ids=_tokens(frozen)[0][None], **asked).hidden_states
     if (problem := features_problem(states, layers, width)) is not None:
         raise ProbeError(
-            f"these heads cannot be trained for {type(frozen.model).__name__}: {problem}; name other states, "
-            "feature_layers=[...], or train heads that read the last one, such as EAGLE's."
+            f"these heads cannot be trained for {type(frozen.model).__name__}: {problem}; choose other hidden "
+            "states with feature_layers=[...], or train heads that read the last one, such as EAGLE's."
         )
 
 

@@ -105,7 +105,7 @@ class Recipe:
                               "the fields of DraftHeadTrainingArguments.")  # fmt: skip
         for name in ("target", "train_data"):
             if not values.get(name):
-                raise RecipeError(f"the recipe does not say `{name}`; write it into the file or pass {name}=...")
+                raise RecipeError(f"the recipe has no `{name}`; write it into the file or pass {name}=...")
         values = {name: _of_type(name, value, TYPES.get(name)) for name, value in values.items() if value is not None}
         sources: dict[str, Any] = {"eval_data": _source(values.get("eval_data"))}
         mixed = values["train_data"]
@@ -198,7 +198,7 @@ def _find(path: str | Path) -> Path:
         return Path(path)
     if str(path) in shipped_recipes():
         return shipped_recipes()[str(path)]
-    raise RecipeError(f"no recipe file {str(path)!r}; those that come with the package are {list(shipped_recipes())}.")
+    raise RecipeError(f"no recipe file {str(path)!r}; the recipes of the package are {list(shipped_recipes())}.")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def _set(values: dict[str, Any], names: list[str], value: Any, override: str) ->
         if isinstance(inner, str) and name.endswith("_data"):
             inner = {"path": inner}
         if not isinstance(inner, dict | None):
-            raise RecipeError(f"{override!r} sets a field of `{name}`, which is {inner!r} and no mapping.")
+            raise RecipeError(f"{override!r} sets a field of `{name}`, which is {inner!r} and not a mapping.")
         values[name] = dict(inner or {})
         values = values[name]
     values[names[-1]] = value

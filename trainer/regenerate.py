@@ -26,28 +26,34 @@ ROWS_PER_SHARD = 500
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser("specheads regenerate", description=__doc__)
-    parser.add_argument("--target", required=True, help="target model: folder or Hub id (of a server: its tokenizer)")
-    add_folder_options(parser, "file, folder or Hub id, with messages, conversations or prompt")
-    parser.add_argument("--limit", type=int, help="rows to read at most")
-    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0], help="one is drawn for each chat")
+    parser.add_argument(
+        "--target", required=True, help="target model: folder or Hub id (with --server, of its tokenizer)"
+    )
+    add_folder_options(parser, "file, folder or Hub id, with a column messages, conversations or prompt")
+    parser.add_argument("--limit", type=int, help="maximum number of rows to read")
+    parser.add_argument(
+        "--temperature", type=float, nargs="+", default=[0.0], help="for each chat, one of these is drawn"
+    )
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--max-new-tokens", type=int, default=1024)
-    parser.add_argument("--max-length", type=int, default=4096, help="of prompt and reply together")
-    parser.add_argument("--thinking", choices=("on", "off"), help="enable_thinking of the chat template")
+    parser.add_argument("--max-length", type=int, default=4096, help="longest prompt and reply together, in tokens")
+    parser.add_argument("--thinking", choices=("on", "off"), help="enable_thinking for the chat template")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows-per-shard", type=int, default=ROWS_PER_SHARD)
     parser.add_argument("--batch-size", type=int, default=16, help="prompts answered together")
     here = parser.add_argument_group("in this process")
-    here.add_argument("--heads", help="draft heads that make it faster, e.g. those of an earlier round")
-    here.add_argument("--dtype", default="auto", help="of the target")
+    here.add_argument("--heads", help="draft heads that speed up generation, e.g. from an earlier training")
+    here.add_argument("--dtype", default="auto", help="dtype of the target")
     here.add_argument("--device", default="cpu", help="cpu, cuda, ... or 'auto' to spread over all accelerators")
     there = parser.add_argument_group("by a server (vLLM, SGLang, any with OpenAI's completions API)")
     there.add_argument("--server", metavar="URL", help="e.g. http://localhost:8000/v1")
-    there.add_argument("--model", help="name of the target at the server, default --target")
-    there.add_argument("--concurrency", type=int, default=32, help="requests at a time")
+    there.add_argument("--model", help="name of the target on the server (default: --target)")
+    there.add_argument("--concurrency", type=int, default=32, help="number of simultaneous requests")
     there.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
-    there.add_argument("--retokenize", action="store_true", help="take texts where the server returns no token ids")
+    there.add_argument(
+        "--retokenize", action="store_true", help="tokenize the text if the server returns no token ids"
+    )
     add_output_options(parser.add_argument_group("output"))
     return parser.parse_args(argv)
 
@@ -77,7 +83,9 @@ def regenerate(args: argparse.Namespace) -> dict[str, int]:
         RuntimeError: if no chat of a shard could be answered, for example because the server is down.
     """
     if args.server and args.heads:
-        raise ValueError("--heads make this process faster, and --server answers elsewhere; drop one of them.")
+        raise ValueError(
+            "--heads are used in this process, but --server generates elsewhere; drop one of the two options."
+        )
     from .data.regeneration import RegenerationOptions, Regenerator
     from .data.shards import ShardFolder
 
@@ -101,8 +109,8 @@ def regenerate(args: argparse.Namespace) -> dict[str, int]:
                 generated, lost, counts = regenerator.run(list(part), starts[index])
                 if counts["error"] and not counts["generations"]:  # a server that is down
                     raise RuntimeError(
-                        f"none of {counts['error']} chats was answered, so nothing is written for them; the first: "
-                        f"{next(row['problem'] for row in lost if row['status'] == 'error')}"
+                        f"none of {counts['error']} chats was answered, so nothing is written for them; the first "
+                        f"error: {next(row['problem'] for row in lost if row['status'] == 'error')}"
                     )
                 folder.write_lines(index, generated)
                 folder.write_lines(index, lost, ".lost.jsonl")
@@ -122,7 +130,7 @@ def load_rows(args: argparse.Namespace) -> Examples:
     rows = DataSource(args.data, args.name, args.split).load_raw()
     if not {"messages", "conversations", "prompt"} & set(rows.column_names):
         raise ValueError(
-            f"data {args.data!r} have the columns {rows.column_names}, and one of messages, conversations and prompt "
+            f"data {args.data!r} has the columns {rows.column_names}, but one of messages, conversations and prompt "
             "is needed; rename one."
         )
     return rows if args.limit is None else rows.select(range(min(args.limit, len(rows))))
@@ -146,7 +154,7 @@ def load_chat_tokenizer(args: argparse.Namespace) -> Any:
     tokenizer = load_tokenizer(args.target)
     if not tokenizer.chat_template:
         raise ValueError(
-            f"the tokenizer of {args.target!r} has no chat template, so prompts cannot be put to it; set "
+            f"the tokenizer of {args.target!r} has no chat template, so it cannot render prompts; set "
             "`tokenizer.chat_template` and save it with the target, or train on texts as they are (data with a `text` "
             "column need no regeneration)."
         )

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[4, 6, 8])
     parser.add_argument("--trees", nargs="+", choices=list(TREES), default=["60 nodes", "16 nodes"])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=["greedy"])
-    parser.add_argument("--batch_size", type=int, default=16, help="prompts of about the same length at a time")
+    parser.add_argument("--batch_size", type=int, default=16, help="prompts of similar length per batch")
 
 
 # ---------------------------------------------------------------------- generating
@@ -129,8 +129,8 @@ def table(result: Result) -> str:
     return "\n".join(filter(None, parts)) + footnote(
         result, f"tau with 95 % intervals over {{num_prompts}} prompts ({sets}), at most {{max_new_tokens}} new "
         "tokens",
-        f"not told apart: the 95 % interval of the difference, paired by prompts, holds 0 at depth "
-        f"{result['depths'][-1]}; pairs are tested one by one",
+        f"not told apart: the 95 % interval of the difference, paired by prompts, contains 0 at depth "
+        f"{result['depths'][-1]}; every pair is tested by itself",
     )  # fmt: skip
 
 

@@ -56,8 +56,8 @@ def table(result: Result) -> str:
     }
     columns = {
         "starts from": lambda one: one["starts_from"] or "random weights",
-        "TFLOP": ("compute", 1), **places, "slope at the end, per TFLOP": ("slope", 3),
+        "TFLOP": ("compute", 1), **places, "slope at the end, tau per TFLOP": ("slope", 3),
     }  # fmt: skip
     return column_table(columns, result["heads"], "training") + footnote(
-        result, "tau of a chain as expected on held-out chats, at quarters of the stage's compute"
+        result, "expected tau of a chain on held-out chats, after each quarter of the compute of the training"
     )

@@ -19,9 +19,9 @@ QUESTIONS = (
     ("POSS-3 over HASS, equal steps", "poss3-equal-steps", "hass-equal-steps"),
     ("POSS-2 over POSS-3", "poss2", "poss3"),
     ("POSS-1 over POSS-3", "poss1", "poss3"),
-    ("POSS-3 over one layer of its size", "poss3", "control"),
-    ("one layer of POSS-3's size over HASS", "control", "hass"),
-    ("LoRA specialists over whole ones", "poss3-lora", "poss3"),
+    ("POSS-3 over one layer of the same size", "poss3", "control"),
+    ("one layer of the size of POSS-3 over HASS", "control", "hass"),
+    ("LoRA specialists over full ones", "poss3-lora", "poss3"),
     ("without the feature loss", "poss3-no-feature-loss", "poss3"),
     ("without the token loss", "poss3-no-token-loss", "poss3"),
     ("without the top-K loss", "poss3-no-top-k-loss", "poss3"),
@@ -32,13 +32,13 @@ QUESTIONS = (
     ("fifteen times the compute, with total variation", "poss3-longer", "poss3-total-variation"),
     ("acceptance instead of top-K", "poss3-acceptance", "poss3"),
     ("the authors' masks", "poss3-upstream-masks", "poss3"),
-    ("passes averaged, not summed", "poss3-averaged-passes", "poss3"),
+    ("passes averaged instead of summed", "poss3-averaged-passes", "poss3"),
     ("POSS-3 from random weights", "poss3-cold", "poss3"),
     ("HASS from random weights", "hass-cold", "hass"),
-    ("the corpus's answers, not the target's", "poss3-corpus", "poss3"),
-    ("the features, without the next token", "inputs-unshifted", "inputs-shifted"),
-    ("the features alone", "inputs-feature", "inputs-shifted"),
-    ("the next token alone", "inputs-token", "inputs-shifted"),
+    ("trained on the corpus's answers instead of the target's", "poss3-corpus", "poss3"),
+    ("features and the current token instead of the next", "inputs-unshifted", "inputs-shifted"),
+    ("features without any token", "inputs-feature", "inputs-shifted"),
+    ("the next token without features", "inputs-token", "inputs-shifted"),
     ("EAGLE-3 over EAGLE", "eagle3", "eagle"),
     ("POSS-3 on EAGLE-3 over EAGLE-3", "poss3-eagle3", "eagle3"),
     ("DFlash over POSS-3", "dflash", "poss3"),
@@ -83,7 +83,7 @@ def answers_table(result: Result) -> str:
         rows = [_row(words, found[ours], found[theirs], result) for words, ours, theirs in _asked(found)]
         header = [f"difference of tau, {mode}, {tree}", *(f"depth {depth}" for depth in result["depths"])]
         parts += [markdown_table([*header, f"at depth {deepest}"], rows)] if rows else []
-    note = "95 % intervals over {num_prompts} prompts, paired by prompts; every question by itself"
+    note = "95 % intervals over {num_prompts} prompts, paired by prompts; every question is tested by itself"
     return "\n".join(parts) + footnote(result, note)
 
 

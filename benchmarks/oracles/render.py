@@ -66,7 +66,7 @@ def _export(entry: dict[str, Any]) -> str:
 
 
 CLOSE = {
-    "greatest difference": "{max_error:.1e}", "largest logit": ("largest_logit", 1),
+    "largest difference of logits": "{max_error:.1e}", "largest logit": ("largest_logit", 1),
     "same favourite token": "{same_favourite:.1%}",
 }  # fmt: skip
 EQUAL = "{equal_tensors} of {tensors}"
@@ -76,8 +76,8 @@ def vllm_table(result: dict[str, Any]) -> str:
     """Compares texts, rounds and acceptance lengths of vLLM and of our own loop."""
     columns = {
         "export": _export, "draft positions": ("draft_positions", 0),
-        "texts as plain vLLM's": "{same_as_plain_vllm} of {texts}",
-        "texts as transformers'": "{same_as_transformers} of {texts}",
+        "texts equal to plain vLLM's": "{same_as_plain_vllm} of {texts}",
+        "texts equal to transformers'": "{same_as_transformers} of {texts}",
         "rounds, vLLM / ours": "{vllm[rounds]} / {ours[rounds]}",
         "accepted, vLLM / ours": "{vllm[accepted]} / {ours[accepted]}",
         "acceptance length, vLLM / ours": "{vllm[acceptance_length]:.2f} / {ours[acceptance_length]:.2f}",
@@ -85,7 +85,7 @@ def vllm_table(result: dict[str, Any]) -> str:
     served = [entry for entry in result["entries"] if "error" not in entry]
     note = "{prompts} prompts, {max_new_tokens} new tokens each, greedy, {dtype}; ".format_map(result)
     refused = [entry for entry in result["entries"] if "error" in entry]
-    failed = "".join(f"\n{_export(entry)} is not served: `{entry['error']}`.\n" for entry in refused)
+    failed = "".join(f"\n{_export(entry)} cannot be served: `{entry['error']}`.\n" for entry in refused)
     return f"{column_table(columns, served)}\n{note}{_versions(result)}{failed}"
 
 
@@ -112,7 +112,7 @@ def speculators_table(result: dict[str, Any]) -> str:
     columns = {
         "heads": "{heads}", "type": "{dtype}",
         "rows": lambda entry: str(entry["passes"] * entry["rows"]), **CLOSE,
-        "tensors equal after its converter": _converted,
+        "tensors equal after conversion": _converted,
     }  # fmt: skip
     return f"{column_table(columns, result['entries'])}\n{_versions(result)}"
 
@@ -126,14 +126,16 @@ def speculators_blocks_table(result: dict[str, Any]) -> str:
     }  # fmt: skip
     trained = ["; ".join(f"{error:.1e}" for error in entry["training_forward"]) for entry in result["entries"]
                if "training_forward" in entry]  # fmt: skip
-    note = f"Its training forward of MTP against drafting, by draft position: {', '.join(trained)}. "
+    note = (
+        f"Largest difference of its training forward of MTP from drafting, by draft position: {', '.join(trained)}. "
+    )
     return f"{column_table(columns, result['entries'])}\n{note}{_versions(result)}"
 
 
 def speculators_eagle_table(result: dict[str, Any]) -> str:
     """Shows the same comparison as [`speculators_table`] for EAGLE-1, with the last version that supports it."""
     columns = {
-        "heads": "{heads}", "tensors equal after its converter": EQUAL, "rows": ("rows", 0), **CLOSE,
+        "heads": "{heads}", "tensors equal after conversion": EQUAL, "rows": ("rows", 0), **CLOSE,
     }  # fmt: skip
     return f"{column_table(columns, result['entries'])}\n{_versions(result)}"
 

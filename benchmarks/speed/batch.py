@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for the pair, prompts, batch sizes and trees."""
     add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--chains", type=int, nargs="*", default=[2, 4], help="also chains of these depths")
+    parser.add_argument("--chains", type=int, nargs="*", default=[2, 4], help="also measure chains of these depths")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def table(result: Result) -> str:
     """One row per side, one column per batch size."""
     sizes = result["batch_sizes"]
-    header = ["speed-up over plain at the same batch", *(f"batch {size}" for size in sizes), "tau", "same text"]
+    header = ["speed-up over plain, same batch size", *(f"batch {size}" for size in sizes), "tau", "same text"]
     plain = [number(one[PLAIN]["tokens_per_second"], 0) for one in sizes.values()]
     rows = [[f"{PLAIN}, tokens/s", *plain, "", ""]]
     for name in result["trees"]:
@@ -54,5 +54,5 @@ def table(result: Result) -> str:
         rows.append([name, *map(speed_up, cells), number(cells[0]["acceptance_length"]), same_text(*cells)])
     return markdown_table(header, rows) + footnote(
         result, "Greedy, {dtype}, {max_new_tokens} new tokens per row, {num_prompts} prompts, median of {repeats} "
-        "repeats in turns; tau at the first batch size",
+        "interleaved repeats; tau is that of the first batch size",
     )  # fmt: skip

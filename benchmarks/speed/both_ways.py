@@ -58,11 +58,12 @@ def table_of_both(result: Result, part: str) -> str:
         part: Name of the part that the sides called `without` leave out.
     """
     columns = {
-        "tokens/s": ("tokens_per_second", 0), "over plain": speed_up,
-        "with over without": lambda side: str(Interval(**side["gain"])) if "gain" in side else "",
+        "tokens/s": ("tokens_per_second", 0), "speed-up over plain (range)": speed_up,
+        "speed with / without": lambda side: str(Interval(**side["gain"])) if "gain" in side else "",
         "same text": same_text,
     }  # fmt: skip
     return column_table(columns, result["sides"], "") + footnote(
-        result, "Greedy, {dtype}, {num_prompts} prompts, {max_new_tokens} new tokens, every round drafts, median of "
-        f"{{repeats}} repeats in turns; time without {part} over time with it, and its 95 % interval",
+        result, "Greedy, {dtype}, {num_prompts} prompts, {max_new_tokens} new tokens, drafting in every round, "
+        f"median of {{repeats}} interleaved repeats; with / without: speed with {part} divided by speed without, "
+        "with its 95 % interval",
     )  # fmt: skip

@@ -128,6 +128,6 @@ def table(result: Result) -> str:
     rows = [[f"{length} tokens", *(cell.format(**one) for one in of.values())] for length, of in lengths.items()]
     size = f"{result['parameters'] / 1e6:.0f} M parameters"
     return markdown_table(header, rows) + footnote(
-        result, f"Random Llama of {size} and {{layers}} layers, keys {{key_value_width}} wide; {{dtype}}; whole "
-        "rounds (forward and kept path), median of {rounds} in turns",
+        result, f"Random Llama of {size} and {{layers}} layers, keys of width {{key_value_width}}; {{dtype}}; whole "
+        "rounds (forward, and keeping the accepted path), median of {rounds} interleaved rounds",
     )  # fmt: skip

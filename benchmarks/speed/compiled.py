@@ -50,9 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for the pair or its sizes, the prompts, and what to run."""
     setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     setup.add_shape_arguments(parser, depth=7)
-    parser.add_argument("--tau", type=float, nargs="+", default=[3.0, 4.0, 5.0], help="acceptance lengths of --shape")
-    parser.add_argument("--compiled_only", action="store_true", help="leave out everything eager")
-    parser.add_argument("--on_paper", type=float, help="only compute the floor of --shape at this memory bandwidth")
+    parser.add_argument(
+        "--tau", type=float, nargs="+", default=[3.0, 4.0, 5.0], help="acceptance lengths set with --shape"
+    )
+    parser.add_argument("--compiled_only", action="store_true", help="leave out all eager generation")
+    parser.add_argument(
+        "--on_paper", type=float, help="only compute the floor of --shape at this many bytes per second"
+    )
 
 
 def variant(args: argparse.Namespace) -> str:
@@ -302,13 +306,13 @@ def _bytes(module: torch.nn.Module | None) -> int:
 def table(result: Result) -> str:
     """One row per side."""
     if "tables" not in result:
-        return floor_table(result["floor"]) + footnote(result, "{dtype}, computed, nothing was run")
+        return floor_table(result["floor"]) + footnote(result, "{dtype}, computed from sizes, not measured")
     columns = {
         "tokens/s": ("tokens_per_second", 1),
-        "/ plain eager": lambda side: number(side.get("over_plain_eager"), 2, "x"),
-        "/ plain compiled": ("over_plain_compiled", 2, "x"), "tau": ("acceptance_length", 2),
-        "ms per round": ("round_milliseconds", 1), "draft, target, rest": stage_times,
-        **({"of its floor": lambda side: percent(side.get("of_the_floor"))} if "floor" in result else {}),
+        "speed-up over plain, eager": lambda side: number(side.get("over_plain_eager"), 2, "x"),
+        "speed-up over plain, compiled": ("over_plain_compiled", 2, "x"), "tau": ("acceptance_length", 2),
+        "ms per round": ("round_milliseconds", 1), "ms in draft, target, rest": stage_times,
+        **({"floor / measured time": lambda side: percent(side.get("of_the_floor"))} if "floor" in result else {}),
         "same text": lambda side: same_texts(side, f" of {result['num_prompts']}"),
     }  # fmt: skip
     parts = [column_table(columns, sides, name) for name, sides in result["tables"].items()]
@@ -316,7 +320,7 @@ def table(result: Result) -> str:
     first_calls = "; ".join(f"{name} {number(spent, 0)} s" for name, spent in result["compile_seconds"].items())
     return "\n".join(parts) + footnote(
         result, "Greedy, {dtype}, batch 1, {max_new_tokens} new tokens, {num_prompts} prompts, median of {repeats} "
-        f"repeats in turns; first compiled calls took {first_calls}",
+        f"interleaved repeats; time of the first compiled calls: {first_calls}",
     )  # fmt: skip
 
 
@@ -333,5 +337,5 @@ def floor_table(floor: Result) -> str:
     columns = {f"{part}, ms": (f"{part}_ms", 2) for part in ("target", "draft", "round")}
     for tau in taus:
         columns[f"tokens/s at tau {tau}"] = lambda one, tau=tau: number(one["tokens_per_second"][tau], 0)
-    title = f"floor of {floor['name']} at {floor['bytes_per_second'] / 1e12:.2f} TB/s"
+    title = f"floor (time to read the weights) of {floor['name']} at {floor['bytes_per_second'] / 1e12:.2f} TB/s"
     return column_table(columns, floor["heads"], title)

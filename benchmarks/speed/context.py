@@ -78,7 +78,7 @@ def table(result: Result) -> str:
     names = list(next(iter(lengths.values())))[1:]
     sampled = result["sampled"]
     header = ["speed-up (tau)", *(f"{length} tokens" for length in lengths)]
-    header += [f"temperature {sampled['temperature']:g}, {sampled['length']} tokens", "plain steps there"]
+    header += [f"temperature {sampled['temperature']:g}, {sampled['length']} tokens", "plain steps when sampling"]
     rows = []
     for name in names:
         drawn = sampled["sides"][name]
@@ -87,5 +87,6 @@ def table(result: Result) -> str:
         rows.append([name, *shown, percent(drawn.get("plain_share"))])
     return markdown_table(header, rows) + footnote(
         result, "{dtype}, batch 1, {max_new_tokens} new tokens, {num_prompts} prompts, heads trained on contexts of "
-        "{trained_length:g} tokens; tau counts the rounds that drafted; slowest adaptive side {slowest_adaptive:.2f}x",
+        "{trained_length:g} tokens; tau counts only rounds that drafted; slowest adaptive side: "
+        "{slowest_adaptive:.2f}x",
     )  # fmt: skip

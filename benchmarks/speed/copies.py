@@ -59,12 +59,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def table(result: Result) -> str:
     """One row per side, one column per number of samples."""
     counts = result["copies"]
-    header = ["speed-up over plain, as many samples", *(f"{count} of a prompt" for count in counts)]
+    header = ["speed-up over plain, same number of samples", *(f"samples per prompt: {count}" for count in counts)]
     rows = [[f"{PLAIN}, tokens/s", *(number(sides[PLAIN]["tokens_per_second"], 0) for sides in counts.values())]]
     names = dict.fromkeys(name for sides in counts.values() for name in sides if name != PLAIN)
     for name in names:
         rows.append([name, *(speed_up(sides[name]) if name in sides else "" for sides in counts.values())])
     return markdown_table(header, rows) + footnote(
         result, "Temperature {temperature}, top-k {top_k}, {dtype}, {max_new_tokens} new tokens per sample, "
-        "{num_prompts} prompts of {prompt_tokens:.0f} tokens, median of {repeats} repeats in turns",
+        "{num_prompts} prompts of {prompt_tokens:.0f} tokens, median of {repeats} interleaved repeats",
     )  # fmt: skip

@@ -71,12 +71,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def table(result: Result) -> str:
     """One row per side."""
     columns = {
-        "tokens/s": ("tokens_per_second", 0), "over plain": speed_up,
-        "accepting, ms a round": ("accept_milliseconds", 2),
-        "of the round": lambda side: percent(side["accept_share"]) if "accept_share" in side else "",
+        "tokens/s": ("tokens_per_second", 0), "speed-up over plain (range)": speed_up,
+        "accepting, ms per round": ("accept_milliseconds", 2),
+        "share of the round": lambda side: percent(side["accept_share"]) if "accept_share" in side else "",
     }  # fmt: skip
     return column_table(columns, result["sides"], "") + footnote(
         result, "Temperature {temperature}, top-k {top_k}, top-p {top_p}, {dtype}, vocabulary of {vocabulary}, batch "
-        "{batch_size}, {num_prompts} prompts, {max_new_tokens} new tokens, every round drafts, median of {repeats} "
-        "repeats in turns",
+        "{batch_size}, {num_prompts} prompts, {max_new_tokens} new tokens, drafting in every round, median of "
+        "{repeats} interleaved repeats",
     )  # fmt: skip

@@ -36,8 +36,10 @@ WARM_UPS = 15  # forwards during which the kernels for all sizes of products are
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of all measurements with and without a part, and those for bare forwards."""
     both_ways.add_arguments(parser)
-    parser.add_argument("--rows", type=int, nargs="+", default=[2, 3, 4, 6, 8, 12, 16, 32, 64], help="of forwards")
-    parser.add_argument("--forwards", type=int, default=9, help="times that every forward is timed")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[2, 3, 4, 6, 8, 12, 16, 32, 64], help="tokens in a forward"
+    )
+    parser.add_argument("--forwards", type=int, default=9, help="number of times that every forward is timed")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -87,10 +89,10 @@ def time_forwards(target: PreTrainedModel, rows: int, repeats: int) -> dict[str,
 
 def table(result: Result) -> str:
     """Forwards by number of rows, then generation."""
-    header = ["tokens in a forward", "torch's products", "in the fastest way", "torch's over these"]
+    header = ["tokens in a forward", "time with torch's products", "time with the fastest products", "torch / fastest"]
     lines = []
     for rows, one in result["forwards"].items():
         steps = [f"{number(one[way] / one['plain step'], 2)} plain steps" for way in ("torch", "faster")]
         lines.append([rows, *steps, str(Interval(**one["gain"]))])
-    generation = both_ways.table_of_both(result, "these products")
+    generation = both_ways.table_of_both(result, "the fastest products")
     return markdown_table(header, lines) + "\n" + generation

@@ -105,9 +105,9 @@ def table(result: Result) -> str:
     """One row per side."""
     columns = {
         "nothing compiled before, s": ("cold", 1), "compiled by an earlier process, s": ("warm", 1),
-        "a later call, s": ("later", 2), "same text": same_text,
+        "later call, s": ("later", 2), "same text": same_text,
     }  # fmt: skip
     return column_table(columns, result["sides"], "first call") + footnote(
         result, "Greedy, {dtype}, batch 1, {max_new_tokens} new tokens, median of {repeats} repeats",
-        "every call in a process of its own, models loaded before",
+        "every first call in a new process, after the models were loaded",
     )  # fmt: skip

@@ -58,7 +58,7 @@ PATHS = (2, 4, 8)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for targets, acceptance and lengths."""
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.6, 0.8, 1.0], help="share of right positions")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.6, 0.8, 1.0], help="shares of right drafts")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--depth", type=int, default=4, help="draft positions of a chain")
     parser.add_argument("--prompt_length", type=int, default=64)
@@ -180,10 +180,10 @@ def table(result: Result) -> str:
     paths = {shape: one["paths"] for shape, one in result["shapes"].items()}
     of_paths = {str(rows): (str(rows), 2, "x") for rows in PATHS}
     tables = [
-        column_table(columns, cells, "target", "batch", "right positions"),
-        column_table(of_paths, paths, "a forward over so many paths, against one"),
+        column_table(columns, cells, "target", "batch", "right drafts"),
+        column_table(of_paths, paths, "time of a forward by number of paths, relative to one path"),
     ]
     return "\n".join(tables) + footnote(
-        result, "greedy, fp32, random weights", "chains of {depth} by a stub, {new_tokens} new tokens",
-        "median of {repeats} in turns", "states and replay as shares of a call's time",
+        result, "greedy, fp32, random weights", "chains of {depth} drafted by a stub, {new_tokens} new tokens",
+        "median of {repeats} interleaved repeats", "states and replay are shares of the time of a call",
     )  # fmt: skip

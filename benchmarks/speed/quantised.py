@@ -78,8 +78,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def table(result: Result) -> str:
     """One row per format of the target's weights and side, plain and with heads."""
     columns = {
-        "tau": ("acceptance_length", 2), "tokens/s": ("tokens_per_second", 1), "over plain": ("speed_up", 2, "x"),
-        "same text": same_text, "gaps": lambda row: ", ".join(number(gap, 3) for gap in row.get("gaps", ())) or "-",
+        "tau": ("acceptance_length", 2), "tokens/s": ("tokens_per_second", 1),
+        "speed-up over plain": ("speed_up", 2, "x"), "same text": same_text,
+        "gaps": lambda row: ", ".join(number(gap, 3) for gap in row.get("gaps", ())) or "-",
     }  # fmt: skip
     text = column_table(columns, result["formats"], "weights", "")
-    return text + footnote(result, "{num_prompts} prompts, {dtype}")
+    return text + footnote(
+        result, "{num_prompts} prompts, {dtype}; gaps: logit of the plain token minus ours where texts first differ"
+    )

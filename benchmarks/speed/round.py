@@ -107,10 +107,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def table(result: Result) -> str:
     """One row per stage, with milliseconds per round."""
     columns = {
-        "ms": ("milliseconds", 2), "bare forwards, ms": ("bare_forwards", 2), "outside, ms": ("outside", 2),
-        "outside / round": lambda stage: percent(stage["outside"] / result["round_milliseconds"]),
+        "ms": ("milliseconds", 2), "bare forwards, ms": ("bare_forwards", 2), "outside forwards, ms": ("outside", 2),
+        "outside forwards / round": lambda stage: percent(stage["outside"] / result["round_milliseconds"]),
     }  # fmt: skip
     return column_table(columns, result["stages"], "stage of a round") + footnote(
         result, f"{{heads}}, {draft_tree(result['tree'])}, {{rounds}} rounds",
-        "bare target forward of {nodes} nodes replayed on a fresh cache: {replayed_target_milliseconds:.2f} ms",
+        "bare target forward over {nodes} nodes, replayed on a fresh cache: {replayed_target_milliseconds:.2f} ms",
     )  # fmt: skip

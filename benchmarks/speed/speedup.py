@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for the pair, prompts and baselines."""
     add_generation_arguments(parser, heads=["poss3"], prompts=["chats"], repeats=5)
     parser.add_argument("--baselines", action="store_true", help="also measure transformers' prompt lookup")
-    parser.add_argument("--profile", action="store_true", help="also tell what drafting takes in a round")
+    parser.add_argument("--profile", action="store_true", help="also show the drafting time per round")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -31,8 +31,8 @@ Texts = list[list[int]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for the pair, the requests and the number served at a time."""
     add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
-    parser.add_argument("--max_batch", type=int, default=8, help="sequences at a time")
-    parser.add_argument("--shortest", type=int, default=16, help="smallest limit of new tokens of a request")
+    parser.add_argument("--max_batch", type=int, default=8, help="number of sequences served at a time")
+    parser.add_argument("--shortest", type=int, default=16, help="smallest limit on the new tokens of a request")
 
 
 def in_static_batches(
@@ -90,10 +90,10 @@ def summarise(name: str, seconds: dict[str, list[float]], texts: dict[str, Texts
 def table(result: Result) -> str:
     """One row per side."""
     columns = {
-        "tokens/s": ("tokens_per_second", 0), "over plain static batches": speed_up, "same text": same_text,
+        "tokens/s": ("tokens_per_second", 0), "speed-up over plain static batches": speed_up, "same text": same_text,
     }  # fmt: skip
     sides = {f"{name}, static batches" if name == PLAIN else name: side for name, side in result["sides"].items()}
     return column_table(columns, sides, "") + footnote(
         result, "Greedy, {dtype}, {num_prompts} requests for {limits[0]} to {limits[1]} new tokens, at most "
-        "{max_batch} at a time, median of {repeats} repeats in turns",
+        "{max_batch} at a time, median of {repeats} interleaved repeats",
     )  # fmt: skip

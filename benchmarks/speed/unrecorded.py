@@ -33,4 +33,4 @@ def through_autograd() -> Any:
 
 def table(result: Result) -> str:
     """One row per side."""
-    return both_ways.table_of_both(result, "the guard")
+    return both_ways.table_of_both(result, "the autograd bypass")

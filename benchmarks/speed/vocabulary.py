@@ -109,19 +109,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def table(result: Result) -> str:
     """Heads by size of their draft vocabulary, then the random target, for which only times are meaningful."""
     columns = {
-        "of the counted": lambda row: percent(row["coverage"]), "tau": ("acceptance_length", 2),
-        "draft ms": ("draft_milliseconds", 2), "tokens/s": ("tokens_per_second", 1),
+        "share of counted tokens": lambda row: percent(row["coverage"]), "tau": ("acceptance_length", 2),
+        "draft ms per round": ("draft_milliseconds", 2), "tokens/s": ("tokens_per_second", 1),
         "speed-up": ("speed_up", 2, "x"), "same text": same_text,
     }  # fmt: skip
     random = result["random"]
     times = [[size, number(spent)] for size, spent in random["draft_milliseconds"].items()]
     told = (
-        f"A random target of {millions(random['parameters'])} parameters and {random['vocabulary']} tokens, "
-        f"{draft_tree(random['tree'])}; its own forward over 5 tokens takes {number(random['target_milliseconds'])} "
-        "ms. Acceptance means nothing there.\n"
+        f"The last table is for a random target of {millions(random['parameters'])} parameters and "
+        f"{random['vocabulary']} tokens, {draft_tree(random['tree'])}. A forward of this target over 5 tokens takes "
+        f"{number(random['target_milliseconds'])} ms. Its acceptance is meaningless.\n"
     )
     tables = (
         column_table(columns, result["heads"], "heads", "draft vocabulary"),
-        markdown_table(["draft vocabulary", "draft ms"], times),
+        markdown_table(["draft vocabulary", "draft ms per round"], times),
     )
     return "\n".join([*tables, told]) + footnote(result, "{counted_tokens} tokens counted, {dtype}")

@@ -57,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "image": CHAIN,
 }
 # These check the graphs, guards and caches of compiled rounds without the minutes that code generation takes.
-BACKEND = "graphs of `torch.compile` by its backend `eager`, for which no code is generated"
+BACKEND = "graphs of `torch.compile` with its backend `eager`, which generates no code"
 IMAGE_TEXT = "image-text/"
 NO_IMAGE = "no image here"
 IDENTICAL, REFUSED, WRONG, CRASHED = "identical", "refused", "wrong", "crashed"
@@ -69,9 +69,11 @@ REFUSALS = (UnsupportedGenerationError, WrongTargetError)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that select families and kinds of rounds."""
-    parser.add_argument("families", nargs="*", default=[], help="model types, default all", metavar="MODEL_TYPE")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of rounds, default all")
-    parser.add_argument("--rows", type=Path, help="JSON lines of families that were measured, to be completed")
+    parser.add_argument("families", nargs="*", default=[], help="model types (default: all)", metavar="MODEL_TYPE")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="rounds to measure (default: all)"
+    )
+    parser.add_argument("--rows", type=Path, help="JSON lines file of measured families, to be extended")
 
 
 def inputs_of(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -230,7 +232,7 @@ def table(result: Result) -> str:
 def _engines(result: Result) -> list[str]:
     """Returns a note on the number of rows measured with another engine than the result's, if there are any."""
     others = sum(row["engine"] != result["provenance"]["sources"] for row in result["families"].values())
-    return [f"{others} rows with an earlier state of the engine"] if others else []
+    return [f"{others} rows were measured with an earlier state of the engine"] if others else []
 
 
 def _cell(row: Result, kind: str, sentences: dict[str, int]) -> str:

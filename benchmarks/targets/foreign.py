@@ -113,9 +113,9 @@ def write_rows(path: Path, column: str, texts: Sequence[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.targets.foreign", description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=20.0, help="of training")
+    parser.add_argument("--minutes", type=float, default=20.0, help="minutes of training")
     parser.add_argument("--max_steps", type=int, default=1500)
-    parser.add_argument("--bf16", action="store_true", help="where the processor multiplies it faster")
+    parser.add_argument("--bf16", action="store_true", help="train in bf16, for processors that compute faster in it")
     args = parser.parse_args()
     set_seed(0)
     texts = read_split(held_out=False)

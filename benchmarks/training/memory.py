@@ -73,7 +73,7 @@ def table(result: Result) -> str:
                 step = sum(parts[name] for name in ("gradients", "passes", "logits", "buckets"))
                 columns = (parts["target"], parts["heads"] + parts["optimizer"], step, sum(parts.values()))
                 rows.append((target, method, placed, *(number(value / 1e9, 1) for value in columns)))
-    header = ("target", "heads", "target is", "its weights", "heads and AdamW", "a step", "together, GB")
+    header = ("target", "heads", "target is", "target weights, GB", "heads and AdamW, GB", "one step, GB", "total, GB")
     columns = {
         "rows T": ("rows", 0), "passes D": ("passes", 0),
         "derived, MB": lambda check: number(check["derived"] / 1e6, 0),
@@ -82,9 +82,9 @@ def table(result: Result) -> str:
     }  # fmt: skip
     small = column_table(columns, result["checks"])
     return f"{markdown_table(header, rows)}\n{small}" + footnote(
-        result, "Above: derived, for each of {processes} devices, one sequence of {length} tokens on each, target in "
-        "bf16, heads in fp32 under bf16 autocast; below: what one step of POSS heads adds on a processor, hidden size "
-        "256, vocabulary 8192",
+        result, "First table: derived for each of {processes} devices, one sequence of {length} tokens on each, "
+        "target in bf16, heads in fp32 under bf16 autocast; second table: memory that one step of POSS heads adds on "
+        "a CPU, hidden size 256, vocabulary 8192",
     )  # fmt: skip
 
 

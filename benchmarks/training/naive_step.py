@@ -84,7 +84,7 @@ def _test_time_passes(
     index = torch.arange(features.shape[1])
     lag = index[:, None] - index
     if heads.embed_tokens is not None:
-        raise ValueError("heads with an embedding of their own are not covered by the dense unroll.")
+        raise ValueError("the dense unroll does not support heads that have their own embedding.")
     fused, positions = [heads.fuse(embeddings, features)], [index]
     for offset in range(num_passes):
         visible = torch.cat([lag >= 0] + [lag == 0] * offset, dim=1)

@@ -51,11 +51,11 @@ Cell = dict[str, Any]  # family, rows (T), passes (D), dtype, and the sizes of t
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that select the steps."""
-    said = "heads, rows T of a batch and draft positions D, instead of the default grid"
+    said = "heads, rows T of a batch and draft positions D (default: a grid)"
     parser.add_argument("--cells", nargs="+", type=cell_of, default=GRID, metavar="FAMILY,T,D", help=said)
     for name, default in SIZES.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help="of the target")
-    said = "target in bf16, heads in fp32 under autocast, as `bf16=true` trains; default fp32"
+        parser.add_argument(f"--{name}", type=int, default=default, help="size of the target")
+    said = "target in bf16, heads in fp32 under autocast, as `bf16=true` trains (default: fp32)"
     parser.add_argument("--bf16", action="store_true", help=said)
     parser.add_argument("--repeats", type=int, default=3)
 
@@ -233,14 +233,15 @@ def table(result: Result) -> str:
         "dense, MB": lambda cell: _megabytes(cell["sides"]["dense"]),
         "ours, MB": lambda cell: _megabytes(cell["sides"]["ours"]),
         "ours / dense": lambda cell: percent(cell["sides"]["ours"].get("memory_share")),
-        "per pass: dense / ours": lambda cell: _range(cell["sides"].get("per_pass", {})),
-        "per pass: memory": lambda cell: percent(cell["sides"].get("per_pass", {}).get("memory_share")),
+        "one backward per pass: dense / ours": lambda cell: _range(cell["sides"].get("per_pass", {})),
+        "one backward per pass: ours / dense, memory":
+            lambda cell: percent(cell["sides"].get("per_pass", {}).get("memory_share")),
         "products / ours": lambda cell: percent(cell["products_seconds"] / cell["sides"]["ours"]["seconds"]["median"]),
     }  # fmt: skip
     return column_table(columns, result["cells"]) + footnote(
         result, "Forward and backward, batch {batch}, {cells[0][dtype]}, hidden size {cells[0][hidden_size]}, "
-        "vocabulary {cells[0][vocab_size]}, median of {repeats} alternating repeats",
-        "a dash: the dense step needs more memory than the machine has",
+        "vocabulary {cells[0][vocab_size]}, median of {repeats} interleaved repeats",
+        "a dash: the dense step needs more memory than the machine has, or the heads have no backward per pass",
     )  # fmt: skip
 
 

@@ -51,16 +51,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for target, data, starting heads and length of training."""
     add_generation_arguments(parser, None, prompts=["chats"], repeats=None)
     parser.add_argument("--data", required=True, help="as `train_data` of a recipe: file, folder or Hub id")
-    parser.add_argument("--warm_start", default="model_cards/eagle", help="EAGLE heads that all start from")
-    parser.add_argument("--specialists", type=int, nargs=2, default=[2, 3], help="how many, and positions of each")
+    parser.add_argument("--warm_start", default="model_cards/eagle", help="EAGLE heads that all trainings start from")
+    parser.add_argument("--specialists", type=int, nargs=2, default=[2, 3], help="specialists, and positions of each")
     parser.add_argument("--switches", nargs="+", choices=list(SWITCHES), default=list(SWITCHES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--examples", type=int, default=8, help="of a step")
+    parser.add_argument("--examples", type=int, default=8, help="examples per step")
     parser.add_argument("--max_length", type=int, default=256, help="longest example, in tokens")
     parser.add_argument("--learning_rate", type=float, default=3e-5)
     parser.add_argument("--tree", choices=list(TREES), default="16 nodes")
-    parser.add_argument("--batch_size", type=int, default=16, help="prompts of about the same length at a time")
+    parser.add_argument("--batch_size", type=int, default=16, help="prompts of similar length per batch")
 
 
 # ---------------------------------------------------------------------- training
@@ -141,11 +141,11 @@ def table(result: Result) -> str:
         loss = sum(one["loss"] for one in seeds) / len(seeds)
         rows.append((name, number(sum(taus) / len(taus), 3), ", ".join(number(tau, 3) for tau in taus), *told,
                      number(loss, 4)))  # fmt: skip
-    header = ("POSS trained with", "tau", "of each seed", "difference from the recipe", "", "loss")
+    header = ("POSS trained with", "tau", "tau of each seed", "difference from the recipe", "", "loss")
     return markdown_table(header, rows) + footnote(
-        result, "{specialists[0]} specialists of {specialists[1]} draft positions from {warm_start}, {steps} steps of "
-        "{examples} x {max_length} tokens of {data}; greedy, {tree}",
-        "95 % intervals over {num_prompts} prompts of every seed, paired",
+        result, "{specialists[0]} specialists of {specialists[1]} draft positions, trained from {warm_start} for "
+        "{steps} steps of {examples} x {max_length} tokens of {data}; greedy, {tree}",
+        "95 % intervals over {num_prompts} prompts of every seed, paired by prompts",
     )  # fmt: skip
 
 

@@ -46,13 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     setup.add_generation_arguments(parser, heads=["poss3", "eagle"], prompts=["chats"])
     parser.set_defaults(limit=8, max_new_tokens=96, repeats=4)
     parser.add_argument("--batch_sizes", type=int, nargs="+", default=[1])
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="0 is greedy")
-    kept = "tokens of the prompts' ends that are kept; default all"
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0], help="0 means greedy")
+    kept = "cut every prompt to this many of its last tokens (default: keep all)"
     parser.add_argument("--contexts", type=int, nargs="+", help=kept)
     depths = [1, 2, 3, 4, 6]
     setup.add_shape_arguments(parser, depth=8)
     parser.set_defaults(methods=["poss"])
-    parser.add_argument("--tau", type=float, nargs="+", default=[2.0, 3.0, 5.0], help="acceptance lengths of --shape")
+    parser.add_argument(
+        "--tau", type=float, nargs="+", default=[2.0, 3.0, 5.0], help="acceptance lengths set with --shape"
+    )
     add_grid_arguments(parser, depths=depths, top_k=[2, 3, 6], total_tokens=[6, 12, 24], chains=[*depths, 8])
 
 
@@ -126,7 +128,10 @@ def measure_pair(args: argparse.Namespace) -> list[dict[str, Any]]:
     ):
         ends = prompts if context is None else setup.cut(prompts, context)
         if not (batches := setup.full_batches(ends, size)):
-            raise ValueError(f"the prompts make no batch of {size} with {context} tokens each; take others or fewer.")
+            raise ValueError(
+                f"the prompts do not fill a batch of {size} with {context} tokens each; use more prompts, smaller "
+                "--batch_sizes or smaller --contexts."
+            )
         setting = {"heads": setup.display_name(folder), "batch": size, "temperature": temperature, "context": context}
         make_heads = partial(setup.load_bound_heads, target, folder)
         measured.append({**setting, **measure_setting(target, make_heads, batches, temperature, args)})
@@ -172,16 +177,17 @@ def table(result: Result) -> str:
         "best of the grid": lambda one: speed_up(one["sides"][BEST]), "": lambda one: draft_tree(one["tree"]),
         "learnt": lambda one: "-" if one["learnt"] is None else draft_tree(one["learnt"]),
         "default / best": _with_interval,
-        "on the first pass": lambda one: number(one["first"]["default_over_grid"], 3),
+        "default / best on the first pass": lambda one: number(one["first"]["default_over_grid"], 3),
         "same text": lambda one: "sampled" if one["temperature"] else same_text(one["sides"][DEFAULT]),
     }  # fmt: skip
     return column_table(columns, result["measured"]) + footnote(
-        result, "speed-ups over plain generation, with their ranges over repeats; the best may be plain generation",
-        "default / best with its 95 % interval over prompts and repeats, within this run",
-        f"of {len(result['measured'])} settings {{surely_enough}} are surely at {ENOUGH:g} or more, {{surely_less}} "
-        "surely below",
-        f"grids of {min(one['grid_size'] for one in result['measured'])} trees or more",
-        "least default / best {least_over_grid:.3f}, default / plain {least_over_plain:.3f}; on the first pass, which "
-        "begins untuned and is not in the speed-ups, {least_over_grid_at_first:.3f} and "
+        result, "speed-ups over plain generation, with their ranges over repeats; default / best compares with plain "
+        "generation where that is faster than every tree of the grid",
+        "the 95 % interval of default / best is over prompts and repeats of this run",
+        f"of {len(result['measured'])} settings, {{surely_enough}} have their whole interval at or above {ENOUGH:g}, "
+        "{surely_less} have it below",
+        f"every grid has {min(one['grid_size'] for one in result['measured'])} trees or more",
+        "lowest default / best {least_over_grid:.3f}, lowest default / plain {least_over_plain:.3f}; on the first "
+        "pass, which starts untuned and is not in the speed-ups, {least_over_grid_at_first:.3f} and "
         "{least_over_plain_at_first:.3f}; {num_prompts} prompts, {dtype}",
     )  # fmt: skip

@@ -24,14 +24,14 @@ def add_grid_arguments(parser: argparse.ArgumentParser, **sizes: Sequence[int]) 
     """Adds arguments for the trees of the grid, with their defaults: `depths`, `top_k` and `total_tokens` of dynamic
     trees, and the depths of `chains`."""
     for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, nargs="*", default=default, help="of trees of the grid")
+        parser.add_argument(f"--{name}", type=int, nargs="*", default=default, help="values for the trees of the grid")
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser, limit: int) -> None:
     """Adds arguments for the prompts that trees are made on. They differ from the prompts that trees are compared
     on."""
-    parser.add_argument("--tuning", nargs="+", default=["chats_tuning"], help="prompt sets to make trees on")
-    parser.add_argument("--tuning_limit", type=int, default=limit, help="use only the first N of every such set")
+    parser.add_argument("--tuning", nargs="+", default=["chats_tuning"], help="prompt sets that trees are tuned on")
+    parser.add_argument("--tuning_limit", type=int, default=limit, help="use only the first N prompts of these sets")
 
 
 def of_all_heads(measure_heads: Callable[..., Result]) -> Callable[[argparse.Namespace], Result]:

@@ -62,4 +62,4 @@ def table(result: Result) -> str:
 def _expected(side: Result) -> str:
     if (expected := side.get("expected")) is None:
         return ""
-    return f"expected {number(expected['acceptance_length'])}, {number(expected['speed_up'])}x"
+    return f"expected tau {number(expected['acceptance_length'])}, {number(expected['speed_up'])}x"

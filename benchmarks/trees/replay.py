@@ -308,14 +308,14 @@ def table(result: Result) -> str:
         for machine, shares in machines.items()
     ]
     columns = {
-        "heads": lambda row: row["heads"], "best tree of all": _best, "it gives": ("speed_up", 2, "x"),
+        "heads": lambda row: row["heads"], "best fixed tree": _best, "its speed-up": ("speed_up", 2, "x"),
         "chosen from": lambda row: row["how"], "machine": lambda row: row["machine"],
         "first pass / best": ("first", 3), "later passes / best": ("later", 3),
-        "least of all": ("least", 3),
+        "slowest simulation / best": ("least", 3),
     }  # fmt: skip
     return column_table(columns, rows) + footnote(
-        result, f"{SEEDS} courses of events, {PASSES} passes over {{num_prompts}} texts each",
-        "seconds are of rounds alone, without prefills; {dtype}",
+        result, f"{SEEDS} simulations of {PASSES} passes over {{num_prompts}} texts each",
+        "slowest simulation: its later passes; only rounds are timed, without prefills; {dtype}",
     )  # fmt: skip
 
 

@@ -74,8 +74,8 @@ def table(result: Result) -> str:
     }  # fmt: skip
     trees = {head: found["trees"] for head, found in result["heads"].items()}
     notes = [
-        f"{head}: tuned / best of {found['grid_size']} = {number(found['tuned_over_grid'], 3)}, "
-        f"{found['candidates']} trees considered in {number(found['tuning_seconds'], 0)} s"
+        f"{head}: speed-up of tuned / best of {found['grid_size']} trees = {number(found['tuned_over_grid'], 3)}, "
+        f"tuning considered {found['candidates']} trees in {number(found['tuning_seconds'], 0)} s"
         for head, found in result["heads"].items()
     ]
     return column_table(columns, trees, "heads", "tree") + footnote(result, *notes, "{num_prompts} prompts, {dtype}")

@@ -110,12 +110,16 @@ class Conversation:
 def round_picture(rounds: Sequence[SeenRound], number: int, models: Models) -> str:
     """Renders the draft tree of a step as HTML, or says why there is none."""
     if not 0 <= number < len(rounds):
-        return '<div class="sh-tree"><p>The draft tree of a round will be here.</p></div>'
+        return '<div class="sh-tree"><p>The draft tree of a round will be shown here.</p></div>'
     one = rounds[number]
     own = None if one.num_drafted == len(one.token_ids) else one.token_ids[-1]
     if one.drafted:
         return f'<div class="sh-tree">{tree_picture(one.nodes, own, models.text_of)}</div>'
-    why = "a plain step: drafting had not paid, or there was no room for a draft" if number else "the prompt's forward"
+    why = (
+        "a plain step: drafting had not paid off, or there was no room for a draft"
+        if number
+        else "the prompt's forward"
+    )
     return f'<div class="sh-tree"><p>Step {number} was {why}. It drafted nothing.</p></div>'
 
 

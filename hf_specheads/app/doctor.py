@@ -28,7 +28,7 @@ def split_prompts(text: str) -> list[str]:
     prompts = [prompt for prompt in prompts if prompt.strip()]
     if not prompts:
         raise ValueError(
-            f"heads are diagnosed on prompts; write at least one, several with lines of {SEPARATOR} between."
+            f"heads are diagnosed on prompts; write at least one, and separate several by lines of {SEPARATOR}."
         )
     return prompts
 
@@ -46,20 +46,20 @@ def diagnosis_html(found: Diagnosis) -> str:
         f'<div class="sh-doctor"><div class="sh-verdict {kind}"><b>{escape(found.verdict)}</b></div>',
         _findings(facts["findings"]),
         *(f"<p>{escape(problem)}</p>" for problem in found.problems),
-        "<h4>Where it is lost</h4>",
+        "<h4>Where acceptance is lost</h4>",
         _table(("", ""), [(name, _value(name, value)) for name, value in found.chain.items() if value is not None]),
         "<h4>Teacher-forced acceptance by draft position</h4>",
         _bars(found.positions),
-        "<h4>What the files do not prove</h4>",
+        "<h4>Settings that the files do not determine</h4>",
         _hypotheses(found, facts["hypotheses"]),
         "<h4>By group of tokens</h4>",
         _groups(facts["groups"]),
     ]
     if found.changes:
         parts.append(
-            f"<h4>Fields of the config that mend it</h4><pre>{escape(json.dumps(found.changes, indent=2))}</pre>"
+            f"<h4>Config fields that repair the heads</h4><pre>{escape(json.dumps(found.changes, indent=2))}</pre>"
         )
-    words = f"{found.texts} texts, {found.tokens} tokens of the target's own, {found.seconds:.0f} s"
+    words = f"{found.texts} texts, {found.tokens} tokens written by the target, {found.seconds:.0f} s"
     return "".join([*parts, f"<p>{escape(words)}</p></div>"])
 
 
@@ -70,7 +70,7 @@ def _findings(findings: Iterable[dict[str, Any]]) -> str:
 
 def _hypotheses(found: Diagnosis, hypotheses: Sequence[dict[str, Any]]) -> str:
     score = found.facts.score
-    rows = [_scored("as it is", score.position_1, score.tau, score.log_likelihood)]
+    rows = [_scored("current settings", score.position_1, score.tau, score.log_likelihood)]
     marked = [False]
     for trial in sorted(hypotheses, key=lambda trial: trial["setting"]):
         name = f"{trial['setting']}: {trial['value']}" + (" (better)" if trial["wins"] else "")

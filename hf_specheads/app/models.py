@@ -68,7 +68,7 @@ class Models:
         """
         text = messages[-1]["content"]
         if not text.strip():
-            raise ValueError("the prompt is empty; write something for the target to answer or go on with.")
+            raise ValueError("the prompt is empty; write something for the target to answer or continue.")
         ids = token_ids_of(messages if self.chats else text, self.tokenizer)[None].to(self.target.device)
         limit = context_limit(self.target)
         if limit is not None and ids.shape[1] + max_new_tokens > limit:
@@ -149,7 +149,7 @@ class Settings:
         if self.temperature is None or self.temperature < 0:
             raise ValueError(f"the temperature must be a number of at least 0, got {self.temperature!r}.")
         if not self.max_new_tokens or self.max_new_tokens < 1:
-            raise ValueError(f"a reply has at least one new token, got {self.max_new_tokens!r}.")
+            raise ValueError(f"a reply must have at least one new token, got {self.max_new_tokens!r}.")
         options: dict[str, Any] = {"max_new_tokens": int(self.max_new_tokens), "do_sample": self.temperature > 0}
         if self.temperature > 0:
             options["temperature"] = float(self.temperature)

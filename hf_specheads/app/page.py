@@ -22,11 +22,11 @@ import gradio as gr
 MOST_TOKENS = 512
 NOTHING = {
     True: "Ask something.",
-    False: "Give the beginning of a text: the target has no chat template and goes on with it.",
+    False: "Write the beginning of a text; the target has no chat template and continues it.",
 }
-WHY = """Draft heads guess several tokens ahead, and the target checks all of them in one forward. What appears on the
-left is the target's own text, as on the right, only in fewer forwards. One column after the other is written, so that
-neither slows the other down."""
+WHY = """Draft heads guess several tokens ahead, and the target checks all of them in one forward. The text on the
+left is the target's own, like the text on the right, but takes fewer forwards. The columns are written one after the
+other, so that neither slows the other down."""
 
 
 def build_page(models: Models, examples: Sequence[tuple[str, str]] = (), chosen: str | None = None) -> gr.Blocks:
@@ -136,18 +136,18 @@ def _controls(models: Models, chosen: str) -> list[Any]:
     names = list(models.loaders)
     heads = gr.Dropdown(names, value=chosen, label="Draft heads", elem_id="heads")
     tree = gr.Dropdown(list(TREES), value=given.tree, label="Draft tree", elem_id="tree-kind",
-                       info="automatic: what has paid most so far")  # fmt: skip
+                       info="automatic: the tree that has paid off most so far")  # fmt: skip
     depth = gr.Slider(1, 12, given.depth, step=1, label="Depth: draft positions", visible=False, elem_id="depth")
     top_k = gr.Slider(1, 12, given.top_k, step=1, label="Children per node", visible=False, elem_id="top-k")
     nodes = gr.Slider(2, 64, given.total_tokens, step=1, label="Nodes, the root included", visible=False,
                       elem_id="nodes")  # fmt: skip
-    adaptive = gr.Checkbox(given.adaptive, label="Plain steps where drafts do not pay", elem_id="adaptive")
+    adaptive = gr.Checkbox(given.adaptive, label="Plain steps where drafts do not pay off", elem_id="adaptive")
     temperature = gr.Slider(
         0, 1.5, given.temperature, step=0.05, label="Temperature (0: greedy)", elem_id="temperature"
     )
     rule = gr.Radio(list(RULES), value=given.verification, label="Verification", elem_id="rule",
                     info="typical: faster when sampling, and lossy")  # fmt: skip
-    tokens = gr.Slider(8, MOST_TOKENS, given.max_new_tokens, step=8, label="New tokens at most", elem_id="tokens")
+    tokens = gr.Slider(8, MOST_TOKENS, given.max_new_tokens, step=8, label="Maximum of new tokens", elem_id="tokens")
     seed = gr.Number(given.seed, precision=0, label="Seed", elem_id="seed")
     compare = gr.Checkbox(given.compare, label="Compare with plain decoding", elem_id="compare")
 
@@ -201,20 +201,20 @@ def _round_views(models: Models, state: Conversation, number: int) -> list[Any]:
 # ---------------------------------------------------------------------- doctor
 def _doctor_tab(models: Models, examples: Sequence[tuple[str, str]], chosen: str) -> None:
     gr.Markdown(
-        "Why do heads accept what they accept? The target continues the prompts; every setting that the files of the "
-        "heads do not prove is tried on its own texts. The same as `specheads doctor`."
+        "Why are few drafts of these heads accepted? The target continues the prompts, and every setting that the "
+        "files of the heads do not determine is tried on its texts, as `specheads doctor` does."
     )
     with gr.Row():
         with gr.Column(scale=1, min_width=280):
             heads = gr.Dropdown(list(models.loaders), value=chosen, label="Draft heads", elem_id="doctor-heads")
             prompts = gr.Textbox(join_prompts([text for _, text in examples]), lines=12, max_lines=18,
-                                 label="Prompts, with lines of --- between", elem_id="doctor-prompts")  # fmt: skip
+                                 label="Prompts, separated by lines of ---", elem_id="doctor-prompts")  # fmt: skip
             tokens = gr.Slider(16, 256, 64, step=16, label="New tokens per prompt", elem_id="doctor-tokens")
             speed = gr.Checkbox(False, label="Also run rounds: tau in use and speed-up", elem_id="doctor-speed")
             start = gr.Button("Examine", variant="primary", elem_id="examine")
         with gr.Column(scale=3):
             found = gr.HTML(
-                message("Nothing was examined yet.", ""), js_on_load=None, elem_id="diagnosis", min_height=200
+                message("Nothing has been examined yet.", ""), js_on_load=None, elem_id="diagnosis", min_height=200
             )
 
     def examine(name: str, text: str, count: float, rounds: bool) -> str:

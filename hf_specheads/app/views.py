@@ -63,8 +63,8 @@ def legend() -> str:
         for position in range(1, last + 1)
     )
     return (
-        f'<div class="sh-legend">Accepted drafts, by draft position: {marks}<span>uncoloured: the target\'s own. '
-        "Click a token to see the tree of its round.</span></div>"
+        f'<div class="sh-legend">Accepted drafts, by draft position: {marks}<span>uncoloured: the target\'s own '
+        "tokens. Click a token to see the tree of its round.</span></div>"
     )
 
 
@@ -125,7 +125,9 @@ def comparison(ours: Transcript, plain: Transcript | None, lossy: bool) -> str:
         f' <span class="p p{min(position, len(POSITION_COLOURS))}">{position}: {value:.0%}</span>'
         for position, value in enumerate(ours.pos_acc, start=1)
     )
-    accepted = f'<div class="sh-legend">accepted, given all before were:{by_position}</div>' if by_position else ""
+    accepted = (
+        f'<div class="sh-legend">accepted, if all earlier drafts were:{by_position}</div>' if by_position else ""
+    )
     if plain is None or not (plain.done and ours.done) or plain.error or ours.error or plain.stopped or ours.stopped:
         return accepted
     speed = ""
@@ -134,7 +136,7 @@ def comparison(ours: Transcript, plain: Transcript | None, lossy: bool) -> str:
     if plain.token_ids == ours.token_ids:
         return f'<div class="sh-verdict good">The same text, token for token; {speed}.</div>{accepted}'
     if lossy:
-        said = "Another text: typical acceptance does not keep the target's distribution when sampling"
+        said = "The texts differ: typical acceptance does not keep the target's distribution when sampling"
         return f'<div class="sh-verdict">{said}; {speed}.</div>{accepted}'
     said = "The texts differ: in 16 bits, rounding decides between two equally likely tokens; see `specheads diff`"
     return f'<div class="sh-verdict bad">{said}; {speed}.</div>{accepted}'

@@ -71,7 +71,7 @@ class ChainCache:
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError("transformers' own cache holds one sequence here; there is none to leave out.")
+        raise RuntimeError("transformers' own cache holds a single sequence here, which cannot be removed.")
 
     def give_back(self, tokens: int | None, text: torch.Tensor | None = None) -> None:
         """Leaves the cache as plain decoding would after `tokens` tokens, even if a round was interrupted."""

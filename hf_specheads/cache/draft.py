@@ -209,7 +209,7 @@ class DraftCache(SlotCache):
         if not owed:
             return
         if self._take_in is None:
-            raise RuntimeError("rows are owed in a draft cache that was made without `take_in`, which writes them.")
+            raise RuntimeError("the draft cache has rows to write, but was made without `take_in`, which writes them.")
         fused, rotary = joined([rows.fused for rows in owed]), joined_rotary([rows.rotary for rows in owed])
         self._place_owed(owed, fused.shape[:2])
         self._take_in(self, fused, rotary, specialist)

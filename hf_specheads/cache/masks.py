@@ -40,7 +40,7 @@ def slot_mask(
     """
     if window is not None and depths is None:
         raise ValueError(
-            "a mask under a sliding window needs `depths`, the rows' distances from the last committed one."
+            "a mask with a sliding window needs `depths`, the distance of each row from the last committed row."
         )
     depths = visible.new_zeros(visible.shape[:2]) if depths is None else depths  # only read if there is a window
     if isinstance(lengths, torch.Tensor):

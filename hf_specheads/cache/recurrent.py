@@ -208,7 +208,7 @@ class RecurrentCache:
             RuntimeError: if there was no forward to keep a path of.
         """
         if self._last is None:
-            raise RuntimeError("there is no forward to keep anything of.")
+            raise RuntimeError("there was no forward of which a path could be kept.")
         self.counts = [count + new for count, new in zip(self.counts, counts, strict=True)]
 
     def select_sequences(self, kept: list[int]) -> None:

@@ -99,7 +99,9 @@ class SlotCacheLayer(CacheLayerMixin):
         """
         cache = self._cache()
         if cache is None:
-            raise RuntimeError("the cache of this layer is gone; hold on to the cache, not to its layers.")
+            raise RuntimeError(
+                "the cache of this layer has been freed; keep a reference to the cache, not only to its layers."
+            )
         return cache
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -246,7 +248,7 @@ class SlotCache(Cache):
         if capacity <= self.capacity:
             return
         if self.static:
-            raise RuntimeError(f"this cache has {self.capacity} slots, fixed, and {capacity} are needed.")
+            raise RuntimeError(f"this cache has a fixed size of {self.capacity} slots, but {capacity} are needed.")
         self.capacity = self._grown(capacity)
         self.grow()
 

@@ -65,13 +65,13 @@ def config_of(repo_or_path: str | os.PathLike[str], **hub: Unpack[HubOptions]) -
         HeadLoadError: If there is no such repository, or its config names a layout that is not supported.
     """
     if Path(repo_or_path).exists():
-        raise HeadLoadError(f"{str(repo_or_path)!r} is a file; pass the folder it is in, with its config.json.")
+        raise HeadLoadError(f"{str(repo_or_path)!r} is a file; pass the folder that contains it and its config.json.")
     repo = str(repo_or_path)
     if not is_hub_id(repo):
-        raise HeadLoadError(f"{repo!r} is no existing folder and no Hub id of the form 'user/name'.")
+        raise HeadLoadError(f"{repo!r} is neither an existing folder nor a Hub id of the form 'user/name'.")
     config = download_file(repo, CONFIG, **hub)
     if config is None:
-        raise HeadLoadError(f"{repo!r} has no config.json on the Hub; it holds no draft heads.")
+        raise HeadLoadError(f"{repo!r} has no config.json on the Hub, so it does not hold draft heads.")
     try:
         detect_from_config(read_json(Path(config)))
     except UnknownFormatError as error:
@@ -98,8 +98,8 @@ def download_file(repo: str, file: str, **hub: Unpack[HubOptions]) -> str | None
         if file != CONFIG and (hub["local_files_only"] or is_offline_mode()):
             return None
         raise HeadLoadError(
-            f"{repo!r} is neither a folder nor, with its {file}, in the local cache, and the Hub was not asked or did "
-            "not answer; check the name, the connection and `local_files_only`."
+            f"{repo!r} is not a folder, its {file} is not in the local cache, and the Hub was not asked or did not "
+            "answer; check the name, the connection and `local_files_only`."
         ) from error
     except EntryNotFoundError:
         return None
@@ -133,14 +133,15 @@ def remote_headers(
     """
     if local_files_only:
         raise HeadLoadError(
-            f"{repo!r} can only be looked at on the Hub; leave out local_files_only, or pass its folder."
+            f"{repo!r} can be inspected only on the Hub; leave out local_files_only, or pass the folder of a local "
+            "copy."
         )
     api = HfApi(token=token)
     try:
         listed = {file.rfilename: file.size or 0
                   for file in api.model_info(repo, revision=revision, files_metadata=True).siblings or ()}  # fmt: skip
     except HUB_ERRORS as error:
-        raise HeadLoadError(f"{repo!r} cannot be asked for: {str(error).splitlines()[0]}") from error
+        raise HeadLoadError(f"{repo!r} cannot be requested from the Hub: {str(error).splitlines()[0]}") from error
     first = next((name for name in WEIGHT_FILES if name in listed), None)
     if first is None:
         raise HeadLoadError(f"{repo!r} has no weights; expected one of {', '.join(WEIGHT_FILES)}.")
@@ -154,7 +155,7 @@ def remote_headers(
         try:
             header = api.parse_safetensors_file_metadata(repo, name, revision=revision, token=token).tensors
         except (SafetensorsParsingError, NotASafetensorsRepoError) as error:
-            raise CorruptCheckpointError(f"{name} of {repo!r} is no safetensors file: {error}") from error
+            raise CorruptCheckpointError(f"{name} of {repo!r} is not a safetensors file: {error}") from error
         except HUB_ERRORS as error:
             raise HeadLoadError(f"the header of {name} of {repo!r} cannot be read: {error}") from error
         for key in needed(header):

@@ -81,7 +81,7 @@ def _once(pairs: list[tuple[str, object]]) -> object:
         return NO_JSON.get(str(value["__float__"]), value)
     if len(value) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice")
     return value
 
 
@@ -116,15 +116,16 @@ def weight_files(folder: Path) -> WeightFiles:
         return _files_of_state(folder)
     if _is_state(folder) and (several := [name for name in SECOND_MODEL if (folder / name).exists()]):
         raise HeadLoadError(
-            f"{folder} is a training state of several models ({first}, {several[0]}); keep the heads'."
+            f"{folder} is a training state of several models ({first}, {several[0]}); keep only the weights of the "
+            "heads."
         )
-    notes = (f"{CONFIG} is that of the folder above",) if config_file(folder).parent != folder else ()
+    notes = (f"{CONFIG} is taken from the parent folder",) if config_file(folder).parent != folder else ()
     if first not in INDEXES:
         return WeightFiles((folder / first,), notes=notes)
     index = read_index(folder / first)
     files = tuple(folder / name for name in sorted({index[key] for key in needed(index)}))
     if missing := [file.name for file in files if not file.exists()]:
-        raise CorruptCheckpointError(f"{folder} lacks the weight file(s) {missing} its index names.")
+        raise CorruptCheckpointError(f"{folder} lacks the weight file(s) {missing}, which its index names.")
     return WeightFiles(files, index, notes)
 
 
@@ -154,7 +155,9 @@ def read_index(path: Path) -> dict[str, str]:
     names = read_json(path).get("weight_map")
     suffixes = (".safetensors",) if path.name == SAFETENSORS_INDEX else (".bin", ".pt")
     if not isinstance(names, dict) or not names or not all(_is_plain_name(name, suffixes) for name in names.values()):
-        raise CorruptCheckpointError(f"{path} has no proper `weight_map` of file names in the same folder.")
+        raise CorruptCheckpointError(
+            f"{path} has no proper `weight_map`; its values must be names of files in the same folder."
+        )
     if len(set(names.values())) > MAX_SHARDS:
         raise CorruptCheckpointError(f"{path} names {len(set(names.values()))} files, expected at most {MAX_SHARDS}.")
     return names

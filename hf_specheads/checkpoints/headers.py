@@ -62,7 +62,7 @@ def read_entries(file: Path) -> dict[str, dict[str, Any]]:
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
             if size > min(MAX_HEADER_BYTES, file.stat().st_size - 8):
-                raise ValueError(f"a header of {size} bytes")
+                raise ValueError(f"its header claims to have {size} bytes")
             pairs = json.loads(stream.read(size), object_pairs_hook=list)
     except (OSError, ValueError, RecursionError, struct.error) as error:
         raise CorruptCheckpointError(

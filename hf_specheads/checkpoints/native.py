@@ -33,13 +33,15 @@ def read_native(source: str | os.PathLike[str], method: str, hub: HubOptions) ->
     """
     if method not in METHODS:
         raise ValueError(
-            f"`method` of load_heads says which heads to take out of a target's checkpoint, one of {list(METHODS)}, "
-            f"got {method!r}; heads in files of their own are recognised without it."
+            f"`method` of load_heads must be one of {list(METHODS)}, got {method!r}; it is only for heads inside a "
+            "target's checkpoint, all others are recognised without it."
         )
     try:
         target = AutoConfig.from_pretrained(str(source), **hub)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, StrictDataclassError) as error:
-        raise UnknownFormatError(f"its config.json is none of a target transformers knows: {error}") from error
+        raise UnknownFormatError(
+            f"its config.json is not the config of a target that transformers knows: {error}"
+        ) from error
     text, fields = target.get_text_config(decoder=True), layer_config_of(target)
     width, count = text.hidden_size, layers_of(target)
     identity = {
@@ -54,7 +56,7 @@ def read_native(source: str | os.PathLike[str], method: str, hub: HubOptions) ->
     try:
         config = build_config(MtpHeadConfig, {**sizes, **special, **layers, "target": identity})
     except ValueError as error:
-        raise HeadConfigError(f"config.json describes no layers that can draft: {error}") from error
+        raise HeadConfigError(f"config.json does not describe layers that can draft: {error}") from error
     assert isinstance(config, MtpHeadConfig)
     refuse_layers_of(target)
     tensors = native_tensors(config, str(source), **hub)

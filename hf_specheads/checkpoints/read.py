@@ -109,7 +109,7 @@ def identify(
         config, tensors, notes = conversion.config, conversion.tensors, conversion.assumptions
     if anchor_slot is not None and getattr(config, "anchor_slot", None) != anchor_slot:
         raise HeadConfigError(
-            f"`anchor_slot` belongs to block drafters whose files do not say it, got {anchor_slot!r} for these "
+            f"`anchor_slot` is only for block drafters whose files do not store it, got {anchor_slot!r} for these "
             f"{config.method} heads; leave it out."
         )
     check_against_config(tensors, config)
@@ -133,7 +133,7 @@ def own_config(raw_config: RawConfig, positions: int | None) -> DraftHeadConfig:
     model_type = raw_config["model_type"]
     if model_type not in HEADS:
         raise UnknownFormatError(
-            f"config.json has model_type={model_type!r}, known are {sorted(HEADS)}; a newer version of this "
+            f"config.json has model_type={model_type!r}, expected one of {sorted(HEADS)}; a newer version of this "
             "package may know it."
         )
     config_class = HEADS[model_type].config_class
@@ -141,12 +141,12 @@ def own_config(raw_config: RawConfig, positions: int | None) -> DraftHeadConfig:
     if missing := silent + [field for field in config_class.required_fields if raw_config.get(field) is None]:
         raise HeadConfigError(f"config.json lacks {missing}; restore the field(s) from the original file.")
     if odd := [key for key in raw_config if callable(getattr(config_class, key, None)) or key.startswith("_")]:
-        raise HeadConfigError(f"config.json has {odd[:3]}, which are no fields of a config; remove them.")
+        raise HeadConfigError(f"config.json has {odd[:3]}, which are not config fields; remove them.")
     refuse_odd_target(raw_config.get("target"))
     if raw_config.get("quantization_config") is not None:
         raise HeadConfigError(
-            "config.json has a quantization_config: the heads were saved quantised, which is not read; save them as "
-            "they were, and pass `quantization_config` to `AutoModel.from_pretrained` instead."
+            "config.json has a quantization_config: the heads were saved quantised, which is not supported. Save them "
+            "unquantised, and pass `quantization_config` to `AutoModel.from_pretrained` instead."
         )
     specialists = raw_config.get("num_specialists", 1)
     if not isinstance(specialists, int) or not 1 <= specialists <= MAX_SPECIALISTS:
@@ -170,7 +170,7 @@ def check_against_config(tensors: Tensors, config: DraftHeadConfig) -> None:
         counts["num_levels"] = config.num_levels
     for name, count in counts.items():
         if count > len(tensors):
-            raise HeadConfigError(f"config.json says {name}={count}, and there are {len(tensors)} tensors.")
+            raise HeadConfigError(f"config.json says {name}={count}, but there are only {len(tensors)} tensors.")
     head_class = HEADS[config.model_type]
     try:
         with torch.device("meta"):

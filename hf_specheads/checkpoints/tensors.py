@@ -84,7 +84,9 @@ def read_checkpoint(weights: WeightFiles, *, headers_only: bool = False) -> Chec
             else _read_pickle(file, headers_only)
         )
         if twice := sorted(set(part) & set(tensors)):
-            raise CorruptCheckpointError(f"{file} holds {twice[:3]} a second time; the shards contradict one another.")
+            raise CorruptCheckpointError(
+                f"{file} repeats {twice[:3]}, which another shard already holds; download all shards again."
+            )
         _check_index(weights, file, part)
         tensors |= part
     tensors = {key: tensors[key] for key in needed(tensors)}
@@ -156,8 +158,8 @@ def _read_pickle(file: Path, headers_only: bool) -> dict[str, torch.Tensor]:
             value = torch.load(file, map_location="meta" if mapped else "cpu", mmap=mapped or None, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CorruptCheckpointError(
-            f"{file} is not a plain file of tensors; nothing of it was executed. Ask its author for safetensors. "
-            f"({str(error).splitlines()[0]})"
+            f"{file} is not a plain file of tensors, and none of its code was executed. Ask its author for a "
+            f"safetensors file. ({str(error).splitlines()[0]})"
         ) from error
     except UNREADABLE as error:
         raise CorruptCheckpointError(
@@ -165,9 +167,9 @@ def _read_pickle(file: Path, headers_only: bool) -> dict[str, torch.Tensor]:
             "download it again."
         ) from error
     if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
-        raise CorruptCheckpointError(f"{file} holds a {type(value).__name__}, expected tensors by name.")
+        raise CorruptCheckpointError(f"{file} holds a {type(value).__name__}, expected a dict of tensors by name.")
     if odd := sorted(key for key, tensor in value.items() if not isinstance(tensor, torch.Tensor)):
-        raise CorruptCheckpointError(f"{file} holds things that are no tensors: {odd[:5]}; expected weights only.")
+        raise CorruptCheckpointError(f"{file} holds entries that are not tensors: {odd[:5]}; expected weights only.")
     tensors = {key: value[key].detach() for key in needed(value)}
     if not mapped:
         _check_storages(tensors, file)
@@ -191,12 +193,14 @@ def _check_archive(file: Path, *, checksums: bool) -> None:
             plain = all(_is_plain_entry(entry) for entry in entries)
             fits = sum(entry.file_size for entry in entries) <= file.stat().st_size
             if not plain or not fits or len({entry.filename for entry in entries}) != len(entries):
-                raise CorruptCheckpointError(f"{file} is no archive as torch writes them; ask for safetensors.")
+                raise CorruptCheckpointError(
+                    f"{file} is not an archive as `torch.save` writes it; ask its author for a safetensors file."
+                )
             damaged = archive.testzip() if checksums else None
     except UNREADABLE_ARCHIVE as error:
         raise CorruptCheckpointError(f"{file} is a damaged archive ({error}); download it again.") from error
     if damaged:
-        raise CorruptCheckpointError(f"{damaged} in {file} does not have its checksum; download the file again.")
+        raise CorruptCheckpointError(f"{damaged} in {file} does not match its checksum; download the file again.")
 
 
 def _is_archive(file: Path) -> bool:
@@ -219,7 +223,7 @@ def _check_storages(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
     }  # fmt: skip
     if sum(storages.values()) > file.stat().st_size:
         raise CorruptCheckpointError(
-            f"{file} has {file.stat().st_size} bytes and claims {sum(storages.values())} bytes of weights; it is "
+            f"{file} has {file.stat().st_size} bytes but claims {sum(storages.values())} bytes of weights; it is "
             "damaged, download it again."
         )
 
@@ -235,7 +239,7 @@ def check_tensors(tensors: dict[str, torch.Tensor], where: Path) -> None:
         raise CheckpointShapeError(f"{where} holds {len(tensors)} tensors, expected between 1 and {MAX_TENSORS}.")
     for key, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type not in ("cpu", "meta"):
-            raise CheckpointShapeError(f"{key} in {where} is no dense tensor ({tensor.layout}, {tensor.device}).")
+            raise CheckpointShapeError(f"{key} in {where} is not a dense tensor ({tensor.layout}, {tensor.device}).")
         too_large = tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
         if tensor.dtype not in WEIGHT_DTYPES + INTEGER_DTYPES:
             raise CheckpointValueError(_no_weight(key, tensor, where))
@@ -280,8 +284,8 @@ def check_dtypes(
     by_type = {tensor.dtype: key for key, tensor in tensors.items()}
     if torch.float16 in by_type and torch.bfloat16 in by_type:
         raise CheckpointValueError(
-            f"{by_type[torch.float16]} in {where} is fp16 and {by_type[torch.bfloat16]} is bf16; one of the two is "
-            "misread, and the file is damaged."
+            f"{by_type[torch.float16]} in {where} is fp16 and {by_type[torch.bfloat16]} is bf16; draft heads do not "
+            "mix the two, so the file is damaged."
         )
 
 
@@ -311,6 +315,8 @@ def without_common_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
         inside = [key.startswith(prefix) for key in tensors]
         if any(inside) and all(key.startswith(prefix) or key in BESIDE_DECODER for key in tensors):
             if twice := [key for key in tensors if prefix + key in tensors]:
-                raise CorruptCheckpointError(f"the file holds {prefix}{twice[0]} and {twice[0]}; one is to go.")
+                raise CorruptCheckpointError(
+                    f"the file holds both {prefix}{twice[0]} and {twice[0]}; remove one of them."
+                )
             tensors = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
     return tensors

@@ -114,8 +114,8 @@ def export_heads(
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not overwrite:
         raise FileExistsError(
-            f"{folder} exists and is not empty; choose another folder, or pass `overwrite=True` "
-            "(of the command: --overwrite)."
+            f"{folder} exists and is not empty; choose another folder, or pass `overwrite=True` (on the command line: "
+            "--overwrite)."
         )
     family = _family_of(heads, to)
     _check_weights(heads)

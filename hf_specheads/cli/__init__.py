@@ -102,6 +102,6 @@ def failed(error: Exception) -> int:
     """Prints the error on one line to stderr, and returns the exit code 2."""
     said = " ".join(str(error).split())
     if isinstance(error, IsADirectoryError):
-        said = f"{str(error.filename)!r} is a folder, and a file was expected; name a file in it."
+        said = f"{str(error.filename)!r} is a folder, but a file was expected; name a file in it."
     print(f"specheads: error: {said}", file=sys.stderr)
     return 2

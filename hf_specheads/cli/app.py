@@ -32,12 +32,16 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds options for the models, and for the address of the page."""
-    add_pair_arguments(parser, nargs="+", help="the same, of heads (default: all of the pair)")
+    add_pair_arguments(parser, nargs="+", help="draft heads, named like the target (default: all heads of the pair)")
     add_placement_arguments(parser)
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help=".jsonl with `prompt` entries to start from")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all of the machine's")
-    parser.add_argument("--port", type=int, metavar="N", help="default: the first free one from 7860")
-    parser.add_argument("--open", action="store_true", help="open it in a browser")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help=".jsonl file of `prompt` entries to start from")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all addresses of the machine"
+    )
+    parser.add_argument(
+        "--port", type=int, metavar="N", help="port of the page (default: the first free port from 7860)"
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     where = {"server_name": args.host, "server_port": args.port, "inbrowser": args.open}
     _, url, _ = page.launch(prevent_thread_lock=True, **launch_options(), **where)
     facts = {"url": url, "target": models.target_name, "heads": list(models.loaders)}
-    emit(args, facts, f"{url}  (Ctrl-C ends it)")
+    emit(args, facts, f"{url}  (press Ctrl-C to stop)")
     try:
         page.block_thread()
     finally:

@@ -52,8 +52,8 @@ def dashed(word: str) -> str:
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the output options that all commands share."""
     output = parser.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print the facts as JSON, and nothing else, to stdout")
-    output.add_argument("--quiet", action="store_true", help="no progress (which only a terminal is shown)")
+    output.add_argument("--json", action="store_true", help="print only JSON to stdout")
+    output.add_argument("--quiet", action="store_true", help="print no progress, which is shown only on a terminal")
     add_debug_argument(output, default=argparse.SUPPRESS)  # keeps a `--debug` that was given before the command
 
 
@@ -66,23 +66,32 @@ def add_heads_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds options for loading heads: hints on the layout, and the draft tree."""
     parser.add_argument("--heads-revision", metavar="REV", help="branch, tag or commit of the heads on the Hub")
     parser.add_argument(
-        "--positions-per-specialist", type=int, metavar="N", help="for PosS heads in their authors' layout"
+        "--positions-per-specialist",
+        type=int,
+        metavar="N",
+        help="draft positions per specialist of PosS heads in their authors' layout",
     )
     parser.add_argument(
-        "--method", choices=("mtp",), help="take the target's own MTP layers; the heads are the target"
+        "--method",
+        choices=("mtp",),
+        help="use the MTP layers in a target's own checkpoint; name the target as the heads",
     )
     parser.add_argument(
-        "--anchor-slot", choices=("idle", "drafts"), help="for block drafters whose files do not say it (JetSpec)"
+        "--anchor-slot",
+        choices=("idle", "drafts"),
+        help="first slot of block drafters whose files do not define it (JetSpec)",
     )
-    parser.add_argument("--local-files-only", action="store_true", help="never ask the network")
+    parser.add_argument(
+        "--local-files-only", action="store_true", help="read local files only, without network access"
+    )
     tree = parser.add_argument_group("draft tree (default: as tuned or saved with the heads)")
-    tree.add_argument("--kind", choices=("chain", "static", "dynamic", "optimal"), help="of tree")
+    tree.add_argument("--kind", choices=("chain", "static", "dynamic", "optimal"), help="kind of tree")
     tree.add_argument("--choices", type=json.loads, help="paths of a static tree, e.g. '[[0], [1], [0, 0]]'")
     tree.add_argument("--children", choices=("top_k", "sampled"), help="how children are chosen when sampling")
-    tree.add_argument("--depth", type=int, metavar="N", help="draft positions")
+    tree.add_argument("--depth", type=int, metavar="N", help="number of draft positions")
     tree.add_argument("--top-k", type=int, metavar="N", dest="tree_top_k", help="children considered per node")
     tree.add_argument("--total-tokens", type=int, metavar="N", help="nodes verified per round, the root included")
-    tree.add_argument("--lookup", type=int, metavar="N", help="nodes copied from the text itself, besides")
+    tree.add_argument("--lookup", type=int, metavar="N", help="additional nodes, copied from the text itself")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,8 +148,8 @@ def load_tokenizer(source: str, **options: Any) -> PreTrainedTokenizerBase:
         if not Path(source).is_dir() or any(list(Path(source).glob(pattern)) for pattern in TOKENIZER_FILES):
             raise
         raise FileNotFoundError(
-            f"the folder {source!r} holds no tokenizer (no tokenizer.json, nor what others are made of); save the "
-            "target's there: `AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
+            f"the folder {source!r} holds no tokenizer (neither tokenizer.json nor other tokenizer files); save the "
+            "target's tokenizer there: `AutoTokenizer.from_pretrained(ORIGINAL).save_pretrained(FOLDER)`."
         ) from error
 
 

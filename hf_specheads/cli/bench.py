@@ -1,4 +1,4 @@
-"""Compare tokens per second of plain generation, heads drafting every round, heads as they are, and compiled heads.
+"""Compare tokens per second of plain generation, heads that draft every round, adaptive heads, and compiled heads.
 
 The sides take turns. Prompts are those of `specheads eval`, or published suites: `--suite ours` needs no network, the
 others are read from the Hub with `datasets`. Every side runs every prompt (or batch of prompts) `--repeats` times; a
@@ -37,14 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_prompt_arguments(parser, required=False)
     parser.add_argument("--suite", help="ours, mt_bench, humaneval, gsm8k, math500, mbpp, alpaca, spec_bench, or a "
-                        ".jsonl file with `turns`; several with commas. --limit counts for each")  # fmt: skip
-    parser.add_argument("--mirror", type=Path, metavar="DIR", help="data sets lie in DIR under their Hub ids")
+                        ".jsonl file with `turns`; separate several by commas. --limit applies to each")  # fmt: skip
+    parser.add_argument(
+        "--mirror", type=Path, metavar="DIR", help="read data sets from DIR, which holds them under their Hub ids"
+    )
     parser.add_argument("--thinking", choices=("on", "off"), help="`enable_thinking` of the chat template, for suites")
-    parser.add_argument("--against", metavar="HEADS", help="other heads of the target, compared by prompts")
-    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts generated together")
+    parser.add_argument("--against", metavar="HEADS", help="other heads for the target, compared prompt by prompt")
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="number of prompts generated together")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for greedy decoding")
-    parser.add_argument("--compile", action="store_true", help="also with compiled rounds")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="times everything is run")
+    parser.add_argument("--compile", action="store_true", help="measure compiled rounds too")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="number of runs of everything")
 
 
 def sides_of(heads: DraftHead, compiled: bool, against: DraftHead | None = None) -> dict[str, DraftHead | None]:
@@ -254,7 +256,7 @@ def report(found: dict[str, Any]) -> str:
     ]
     if "tau_difference" in found:
         gap = found["tau_difference"]
-        lines.append(f"tau less that of the other heads  {gap['mean']:+.2f} ({gap['low']:+.2f} to {gap['high']:+.2f})")
+        lines.append(f"tau minus tau of the other heads  {gap['mean']:+.2f} ({gap['low']:+.2f} to {gap['high']:+.2f})")
     return "\n".join(lines)
 
 
@@ -278,7 +280,7 @@ def acceptance_lines(side: dict[str, Any]) -> list[str]:
         f"tau of every round  {side['acceptance_length']:.2f} ({low:.2f} to {high:.2f}) over rounds, "
         f"{side['acceptance_length_macro']:.2f} over prompts; {side['draft_acceptance_rate']:.0%} of "
         f"{side['num_draft_tokens']} drafted tokens in {side['num_drafts']} drafts",
-        f"accepted down to position  {survival}",
-        f"given all before           {given}",
-        "rounds by tokens           " + "  ".join(f"{n}: {count}" for n, count in side["histogram"].items()),
+        f"accepted up to position     {survival}",
+        f"if all before are accepted  {given}",
+        "rounds by number of tokens  " + "  ".join(f"{n}: {count}" for n, count in side["histogram"].items()),
     ]

@@ -58,11 +58,11 @@ No heads for it yet?  specheads train --config eagle target=your/target output_d
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds options for the pair of models, the prompts and their number."""
-    add_pair_arguments(parser, help="the same, of the heads (default: the best of the pair)")
+    add_pair_arguments(parser, help="draft heads, named like the target (default: the best heads of the pair)")
     parser.add_argument(
-        "--prompts", type=Path, metavar="FILE", help=".jsonl with `prompt` entries (default: built in)"
+        "--prompts", type=Path, metavar="FILE", help=".jsonl file of `prompt` entries (default: the built-in prompts)"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=160, metavar="N", help="per prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=160, metavar="N", help="new tokens per prompt")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
 
 

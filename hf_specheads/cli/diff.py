@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds options for models, prompt, and the script to write."""
     add_model_arguments(parser)
     add_prompt_argument(parser)
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens to generate")
-    parser.add_argument("--reproducer", type=Path, metavar="FILE", help="write a script that compares them again")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="maximum number of new tokens")
+    parser.add_argument("--reproducer", type=Path, metavar="FILE", help="write a script that repeats this comparison")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -21,12 +21,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", required=True, help="draft heads: folder or Hub id")
     add_target_arguments(parser)
     parser.add_argument(
-        "--prompts", type=Path, nargs="+", help=".jsonl or .txt files like the texts to come (default: the demo's)"
+        "--prompts",
+        type=Path,
+        nargs="+",
+        help=".jsonl or .txt files with prompts like those in use (default: the demo's)",
     )
     parser.add_argument("--limit", type=int, default=8, metavar="N", help="use only the first N prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="the target's text per prompt")
-    parser.add_argument("--no-speed", action="store_true", help="run no rounds: no tau in use, and no speed-up")
-    parser.add_argument("--write", type=Path, metavar="FOLDER", help="save the heads with the settings that mend them")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="length of the target's text per prompt"
+    )
+    parser.add_argument("--no-speed", action="store_true", help="skip real rounds, i.e. tau in use and speed-up")
+    parser.add_argument(
+        "--write", type=Path, metavar="FOLDER", help="save the heads with the settings that repair them"
+    )
     add_heads_arguments(parser)
 
 

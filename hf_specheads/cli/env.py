@@ -1,7 +1,7 @@
 """Print versions and devices, for bug reports.
 
 Quick, because torch is not imported: versions are those of the installed packages, accelerators those that
-`nvidia-smi` lists. `--devices` asks torch which devices it can use, which takes the seconds of its import.
+`nvidia-smi` lists. `--devices` asks torch which devices it can use, which takes seconds because torch is imported.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def torch_build() -> str:
         if file.is_file():
             text = file.read_text(encoding="utf-8")
             found = re.findall(r"^(cuda|hip|xpu)\b[^=]*= *['\"]([^'\"]+)", text, flags=re.MULTILINE)
-            return ", ".join(f"{kind.upper()} {version}" for kind, version in found) or "processors alone"
+            return ", ".join(f"{kind.upper()} {version}" for kind, version in found) or "CPU only"
     return "not known"
 
 
 def listed_accelerators() -> str:
     """Names of the GPUs that `nvidia-smi` lists, whether or not torch can use them."""
     if shutil.which(LIST_GPUS[0]) is None:
-        return "none (there is no nvidia-smi here)"
+        return "none (nvidia-smi was not found)"
     try:
         done = subprocess.run(LIST_GPUS, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError) as error:

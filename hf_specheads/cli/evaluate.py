@@ -27,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Adds options for the prompts, their number, and the number of new tokens."""
-    parser.add_argument("--prompts", type=Path, nargs="+", required=required, help=".jsonl or .txt files")
+    parser.add_argument("--prompts", type=Path, nargs="+", required=required, help=".jsonl or .txt files with prompts")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="new tokens per prompt")
 
 
 def run(args: argparse.Namespace) -> int:

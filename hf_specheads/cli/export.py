@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds options for the heads, the destination, and the target, which some exports need."""
     parser.add_argument("heads", help="folder or Hub id of the heads")
     parser.add_argument("output", type=Path, help="folder to write")
-    parser.add_argument("--to", choices=DESTINATIONS, required=True, help="who is to read them")
+    parser.add_argument("--to", choices=DESTINATIONS, required=True, help="program or layout to write for")
     parser.add_argument("--target", help="target: folder or Hub id; loaded only where its embedding is needed")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="type of the weights (default: as stored)")
     parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")

@@ -40,24 +40,30 @@ SWEEPS = ("depths", "nodes", "batch_sizes")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds options for the models, the measurements, and the output."""
-    add_pair_arguments(parser, nargs="+", help="the same, of heads (default: the best known methods of the pair)")
+    add_pair_arguments(
+        parser, nargs="+", help="draft heads, named like the target (default: the best known methods of the pair)"
+    )
     add_placement_arguments(parser)
     parser.add_argument("--prompts", type=Path, nargs="+", help=".jsonl or .txt files (default: the demo's)")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N prompts")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="per prompt (default: 96, 32 with --quick)")
-    parser.add_argument("--depths", type=int, nargs="+", metavar="N", help="of chains (default: 1 to 8)")
-    parser.add_argument("--nodes", type=int, nargs="+", metavar="N", help="of trees (default: 2 4 8 16 32 64)")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", metavar="N", help="default: 1 2 4 8")
-    parser.add_argument("--repeats", type=int, metavar="N", help="of what is timed, the median counts (default: 3)")
-    parser.add_argument("--quick", action="store_true", help="two prompts, few tokens, few points, once")
-    parser.add_argument("--no-timing", action="store_true", help="only what does not depend on a clock")
+    parser.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help="new tokens per prompt (default: 96, 32 with --quick)"
+    )
+    parser.add_argument("--depths", type=int, nargs="+", metavar="N", help="depths of chains (default: 1 to 8)")
+    parser.add_argument("--nodes", type=int, nargs="+", metavar="N", help="sizes of trees (default: 2 4 8 16 32 64)")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", metavar="N", help="sequences at once (default: 1 2 4 8)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="timed runs, of which the median counts (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="two prompts, few tokens and points, no repetitions")
+    parser.add_argument("--no-timing", action="store_true", help="draw only figures that do not depend on a clock")
     parser.add_argument("--only", nargs="+", metavar="FIGURE", help="pos_acc, tau, n_alpha, tree_size, tree_tau, "
                         "round, throughput, training (default: all)")  # fmt: skip
     parser.add_argument("--formats", nargs="+", default=["png", "svg"], metavar="F", help="png, svg")
     parser.add_argument(
-        "--from", dest="results", type=Path, metavar="FILE", help="draw a results.json, measure nothing"
+        "--from", dest="results", type=Path, metavar="FILE", help="draw an earlier results.json instead of measuring"
     )
-    parser.add_argument("--output", type=Path, default=Path("figures"), metavar="DIR", help="pictures, results, page")
+    parser.add_argument(
+        "--output", type=Path, default=Path("figures"), metavar="DIR", help="folder for pictures, results and page"
+    )
     parser.add_argument("--page", type=Path, metavar="FILE", help="the Markdown page (default: DIR/figures.md)")
 
 

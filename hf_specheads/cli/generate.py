@@ -20,15 +20,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds options for models, prompt, sampling and output."""
     add_model_arguments(parser)
     add_prompt_argument(parser)
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="most tokens to generate")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="maximum number of new tokens")
     parser.add_argument("--temperature", type=float, help="sample at this temperature (default: greedy)")
-    parser.add_argument("--top-p", type=float, help="nucleus sampling")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    parser.add_argument("--top-p", type=float, help="sample from the smallest set of tokens with this probability")
+    parser.add_argument("--seed", type=int, default=0, help="seed for sampling")
     parser.add_argument("--mark", action="store_true", help="mark accepted runs in the text")
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="generate plainly as well, compare, explain a difference",
+        help="also generate plainly, compare the texts, and explain a difference",
     )
 
 
@@ -36,7 +36,7 @@ def add_prompt_argument(parser: argparse.ArgumentParser) -> None:
     """Adds options for a prompt, given as text or in a file."""
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text to continue, or the user's message with --chat")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="file that holds it, - for stdin")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="file that holds the prompt; - for stdin")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the tokenizer's chat template")
 
 

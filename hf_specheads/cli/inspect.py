@@ -101,7 +101,7 @@ def describe_glance(found: Glance) -> dict[str, Any]:
     return {
         "layout": TITLES[OURS], **_facts(found.config, found.head_class, found.parameters, found.dtype),
         "files": {name: f"{size:,} bytes" for name, size in found.sizes.items()}, "assumed": list(found.notes),
-        "load_heads_needs": [], "checked": f"the header; open without --check: whether it fits config.json, {VALUES}",
+        "load_heads_needs": [], "checked": f"the header; only with --check: whether it fits config.json, {VALUES}",
     }  # fmt: skip
 
 
@@ -112,7 +112,7 @@ def _unchecked(found: StoredHeads) -> str:
     open_questions = [VALUES, "the fingerprint of the target" if found.layout != "specheads" else None]
     if getattr(found.config, "num_blocks", 1) > 1 and found.layout != "specheads":
         open_questions.append("whether repeated blocks are equal")
-    return f"names, shapes and types; open without --check: {', '.join(filter(None, open_questions))}"
+    return f"names, shapes and types; only with --check: {', '.join(filter(None, open_questions))}"
 
 
 def run(args: argparse.Namespace) -> int:

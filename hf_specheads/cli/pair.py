@@ -20,9 +20,9 @@ PREFERRED = ("poss3-longer", "poss3")
 def add_pair_arguments(parser: argparse.ArgumentParser, **heads: Any) -> None:
     """Adds options for the models; `heads` are argparse options of `--heads`, such as `nargs` and `help`."""
     parser.add_argument(
-        "--pair", type=Path, metavar="FOLDER", help="with target and heads (default: the shipped pair)"
+        "--pair", type=Path, metavar="FOLDER", help="folder with a target and its heads (default: the shipped pair)"
     )
-    parser.add_argument("--target", default="target", help="folder inside the pair's, another folder, or a Hub id")
+    parser.add_argument("--target", default="target", help="folder inside the pair, another folder, or a Hub id")
     parser.add_argument("--heads", **heads)
 
 

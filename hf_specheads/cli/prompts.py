@@ -74,11 +74,11 @@ def texts_of(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> l
 def _text_of(file: Path) -> str:
     """Reads a file of prompts, without the byte order mark that some editors write."""
     if file.suffix == ".json":
-        raise ValueError(f"{file} would be one prompt as it is; write its entries into a .jsonl file, one a line.")
+        raise ValueError(f"{file} would be read as one prompt; write its entries into a .jsonl file, one per line.")
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{file} is not a text in UTF-8: {error}") from error
 
 
 def _prompt_of(line: str, where: str) -> Prompt:
@@ -100,11 +100,11 @@ def _chat_of(entry: Mapping[str, Any], name: str, where: str) -> list[dict[str, 
     """Reads a chat as `regenerate` does: without the answer at its end, with the row's options for the template."""
     messages = list(entry[name])
     if not all(isinstance(message, Mapping) and message.get("role") for message in messages):
-        raise ValueError(f"{where} is no chat: every message needs a `role`; got {str(messages)[:80]!r}.")
+        raise ValueError(f"{where} is not a chat: every message needs a `role`; got {str(messages)[:80]!r}.")
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise ValueError(f"{where} is a chat in which nobody asks anything; got {str(entry[name])[:80]!r}.")
+        raise ValueError(f"{where} is a chat without a message to answer; got {str(entry[name])[:80]!r}.")
     given = entry.get("chat_template_kwargs") or {}
     found = {"tools": _tools_of(entry, where), **given}
     options = {key: value for key, value in found.items() if value is not None}
@@ -117,4 +117,4 @@ def _tools_of(entry: Mapping[str, Any], where: str) -> list[Any] | None:
     try:
         return (json.loads(tools) or None) if isinstance(tools, str) else tools
     except ValueError as error:
-        raise ValueError(f"{where} is no chat: `tools` are neither a list nor JSON: {error}") from error
+        raise ValueError(f"{where} is not a chat: `tools` are neither a list nor JSON: {error}") from error

@@ -25,17 +25,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("heads", help="folder or Hub id of the heads; any layout that can be read")
     parser.add_argument(
         "repository", nargs="?",
-        help="Hub id to push to, made if it does not exist; with --to-folder the card's name for it (there by default "
-             "the folder's)",
+        help="Hub id to push to, created if it does not exist; with --to-folder, the name on the card (then by "
+             "default the name of the folder)",
     )  # fmt: skip
-    parser.add_argument("--to-folder", type=Path, metavar="DIR", help="write the repository there, without a network")
+    parser.add_argument(
+        "--to-folder", type=Path, metavar="DIR", help="write the repository to DIR, without network access"
+    )
     parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
     parser.add_argument("--private", action="store_true", help="make the repository private if it is new")
-    parser.add_argument("--revision", metavar="BRANCH", help="branch to push to, made if it does not exist")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch to push to, created if it does not exist")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
     parser.add_argument("--commit-message", metavar="TEXT", help="first line of the commit (default: 'Upload ...')")
     parser.add_argument("--token", help="access token (default: the one you logged in with)")
-    parser.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help="of a file of weights")
+    parser.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help="largest size of a file of weights")
     parser.add_argument(
         "--custom-generate", action="store_true", help="also write the code for generate(custom_generate=...)"
     )
@@ -99,7 +101,7 @@ def naming_the_hub(repository: str) -> Iterator[None]:
         if isinstance(error, OSError):
             raise
         raise ConnectionError(
-            f"{repository!r} cannot be pushed, {constants.ENDPOINT} does not answer: {error}; check the "
+            f"{repository!r} cannot be pushed because {constants.ENDPOINT} does not answer: {error}; check the "
             "connection, or write the repository with --to-folder DIR."
         ) from error
 
@@ -133,7 +135,7 @@ def refuse_impossible_name(repository: str) -> None:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise ValueError(f"{repository!r} cannot be a repository; name it OWNER/NAME. {error}") from error
+        raise ValueError(f"{repository!r} is not a valid name of a repository; use OWNER/NAME. {error}") from error
 
 
 def name_after(folder: Path) -> str:

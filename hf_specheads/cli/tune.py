@@ -27,22 +27,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     add_heads_arguments(parser)
     parser.add_argument(
-        "--prompts", type=Path, nargs="+", help=".jsonl or .txt files like the texts to come (default: the demo's)"
+        "--prompts",
+        type=Path,
+        nargs="+",
+        help=".jsonl or .txt files with prompts like those in use (default: the demo's)",
     )
     parser.add_argument("--limit", type=int, default=6, metavar="N", help="use only the first N prompts")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="per prompt, in every run")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="times everything is timed")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="new tokens per prompt, in every run"
+    )
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="number of timed runs of everything")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's own choice)")
     parser.add_argument("--output", type=Path, help="folder for the tuned heads (default: where they came from)")
     parser.add_argument("--dry-run", action="store_true", help="save nothing")
-    vocabulary = parser.add_argument_group("draft vocabulary (default: left as it is)")
+    vocabulary = parser.add_argument_group("draft vocabulary (default: not changed)")
     vocabulary.add_argument(
         "--draft-vocab", type=_size, nargs="+", metavar="N",
-        help="prune drafts to the N most frequent tokens; of several, the fastest; 'all' for no pruning",
+        help="prune drafts to the N most frequent tokens; the fastest of several wins; 'all' for no pruning",
     )  # fmt: skip
     vocabulary.add_argument(
         "--corpus", default="auto", metavar="FILE",
-        help=".jsonl or .txt file to count tokens in (default 'auto': the prompts and what the target makes of them)",
+        help=".jsonl or .txt file to count tokens in (default 'auto': the prompts and the target's continuations)",
     )  # fmt: skip
 
 
@@ -54,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """Tunes, prints the measurements, and saves the heads."""
     folder = args.output or (Path(args.heads) if Path(args.heads).is_dir() else None)
     if folder is None and not args.dry_run:
-        raise ValueError(f"{args.heads!r} is no folder to save tuned heads in; pass --output FOLDER, or --dry-run.")
+        raise ValueError(f"{args.heads!r} is not a folder to save tuned heads in; pass --output FOLDER, or --dry-run.")
     # Prompts are read first, so that a wrong file is refused before any model is loaded.
     prompts: list[Any] = read_prompts(args.prompts) if args.prompts else []
     target, tokenizer, heads = load_pair(args)
@@ -66,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     sizes = _choose_vocabulary(args, target, tokenizer, heads, prompts) if args.draft_vocab else []
-    note(args, f"Timing trees on {len(prompts)} prompts, {args.repeats} times each: minutes for a large target ...")
+    note(
+        args,
+        f"Timing trees on {len(prompts)} prompts, {args.repeats} times each (minutes for a large target) ...",
+    )
     result = tune(
         target, heads, prompts, tokenizer=tokenizer, max_new_tokens=args.max_new_tokens, repeats=args.repeats
     )

@@ -56,7 +56,7 @@ class Alternative:
         if not self.changes:
             return self.mend
         fields = "; ".join(f"heads.config.{name} = {value!r}" for name, value in self.changes.items())
-        return f"set `{fields}` (`specheads doctor --write FOLDER` saves them so)"
+        return f"set `{fields}` (`specheads doctor --write FOLDER` saves the repaired heads)"
 
 
 @contextmanager

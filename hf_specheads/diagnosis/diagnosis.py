@@ -67,7 +67,7 @@ class Diagnosis:
         """
         if not self.changes:
             raise ValueError(
-                f"no setting mends these heads ({self.verdict}), so there is nothing to write; see what to do instead."
+                f"no setting repairs these heads ({self.verdict}), so there is nothing to write; see `findings`."
             )
         put_into_force(self.heads, self.changes)
         self.heads.save_pretrained(folder)
@@ -110,7 +110,7 @@ class Diagnosis:
     def __str__(self) -> str:
         facts = self.facts
         lines = [f"{self.heads.config.method} heads {self.heads.config.name_or_path or ''} on {self.target_name}, "
-                 f"{self.texts} texts, {self.tokens} tokens of its own, {self.seconds:.0f} s", "",
+                 f"{self.texts} texts, {self.tokens} tokens written by the target, {self.seconds:.0f} s", "",
                  f"Verdict  {self.verdict}"]  # fmt: skip
         for one in self.findings[1:]:
             lines.append(f"{'Error' if one.certain else 'Warning'}  {one.kind}: {one.said}")
@@ -119,7 +119,7 @@ class Diagnosis:
         lines += [f"Problem  {problem}" for problem in self.problems]
         lines += [
             "",
-            "Where it is lost",
+            "Where acceptance is lost",
             *(f"  {name:28s}{_number(name, value)}" for name, value in self.chain.items()),
         ]
         by_position = "  ".join(f"{position}: {value:.2f}" for position, value in enumerate(self.positions, start=1))
@@ -129,20 +129,20 @@ class Diagnosis:
                       f"({facts.stored['from']}; other prompts)"]  # fmt: skip
         lines += [
             "",
-            "What the files do not prove (position 1, tau, log-likelihood; of hopeless ones, those of position 1)",
+            "Settings that the files do not determine (position 1, tau, log-likelihood; for bad ones only position 1)",
             *self._table(),
             "",
             "By group (position 1)",
         ]
         lines += [
-            f"  {group.name:30s}{group.acceptance}   {group.count} tokens, target sure of {group.predictability:.2f}"
+            f"  {group.name:30s}{group.acceptance}   {group.count} tokens, target certainty {group.predictability:.2f}"
             for group in self._groups()
         ]
         return "\n".join(lines)
 
     def _table(self) -> list[str]:
         score = self.facts.score
-        lines = [f"  {'as it is':58s}{score}"]
+        lines = [f"  {'current settings':58s}{score}"]
         for trial in sorted(self.facts.trials, key=lambda trial: trial.alternative.setting):
             words = f"{trial.alternative.setting}: {trial.alternative.value}"
             mark = "  <- better" if trial.wins else ""

@@ -74,7 +74,7 @@ class Difference:
         lines = [f"{self.verdict.upper()}: {self.because}"]
         if self.position is not None:
             lines += [f"first differing token  new token {self.position}: {self.token} with heads, "
-                      f"{self.plain_token} plainly"]  # fmt: skip
+                      f"{self.plain_token} in plain decoding"]  # fmt: skip
         if self.logits is not None:
             plain, ours = self.logits["plain"], self.logits["heads"]
             lines += [
@@ -83,10 +83,10 @@ class Difference:
                 f"one forward over the whole text favours {self.full_forward_token}",
             ]
         lines += [
-            f"rounding  {self.rounding.nodes} tokens a forward instead of one move the two favourites by up to "
-            f"{self.rounding.gap:.3g} (median {self.rounding.typical_gap:.3g}), at {self.rounding.positions} "
-            f"positions; up to {self.allowed_gap:.3g} is called a tie",
-            f"logits with heads  off by up to {self.shift:.3g} (rounding: up to {self.allowed_shift:.3g})",
+            f"rounding  {self.rounding.nodes} tokens per forward instead of one change the gap of the two favourites "
+            f"by up to {self.rounding.gap:.3g} (median {self.rounding.typical_gap:.3g}), at {self.rounding.positions} "
+            f"positions; a gap of up to {self.allowed_gap:.3g} is called a tie",
+            f"logits with heads  off by up to {self.shift:.3g} (rounding explains up to {self.allowed_shift:.3g})",
         ]
         if self.first_wrong is not None:
             lines += [f"first wrong logits  at new token {self.first_wrong} (token {self.first_wrong_token})"]
@@ -279,24 +279,24 @@ def _verdict(
 ) -> tuple[str, str]:
     if unchosen is not None:
         token = ours.token_ids[unchosen]
-        return "bug", f"new token {unchosen} ({token}) was taken although its own scores favour another"
+        return "bug", f"new token {unchosen} ({token}) was taken although the scores favour another token"
     if first_wrong is not None:
         return "bug", (
-            f"logits of the rounds are not those of plain decoding, at new token {first_wrong} for the first time: "
-            "mask, positions or cache of the verifying forward are wrong"
+            f"logits of the rounds differ by more than rounding from those of plain decoding, first at new token "
+            f"{first_wrong}; the mask, positions or cache of the verifying forward are wrong"
         )
     if position is None:
         return "same", f"both texts are the same {len(plain.token_ids)} tokens"
     if position >= both or gaps is None:
-        return "bug", f"one text ends after {both} tokens and the other goes on"
+        return "bug", f"one text ends after {both} tokens and the other continues"
     if gaps[2] > allowed_gap:
         return "bug", (
-            f"the plain favourite is ahead by {gaps[2]:.3g}, and rounding moves favourites by up to {allowed_gap:.3g} "
-            "only"
+            f"the plain favourite leads by {gaps[2]:.3g}, which is more than rounding explains ({allowed_gap:.3g} at "
+            "most)"
         )
     return "tie", (
-        f"at new token {position} the two favourites are {gaps[2]:.3g} apart, and rounding of a forward over several "
-        f"tokens moves them by as much ({allowed_gap:.3g} allowed); both texts are equally the target's"
+        f"at new token {position} the two favourites are {gaps[2]:.3g} apart, and rounding in a forward over several "
+        f"tokens explains such a gap (up to {allowed_gap:.3g}); both texts are equally the target's"
     )
 
 

@@ -139,8 +139,8 @@ def gather(target: PreTrainedModel, prompts: Sequence[Text], tokenizer: Any, max
     pairs = [(text, ids.shape[1]) for text, ids in zip(texts, given, strict=True) if len(text) >= ids.shape[1] + 2]
     if not pairs:
         raise ValueError(
-            f"the target ends its texts after at most one token on all {len(given)} prompts; give others, or, for a "
-            "chat model, chats."
+            f"the target ends its text after at most one token on all {len(given)} prompts; give other prompts, or "
+            "chats if the target is a chat model."
         )
     return capture(target, [text for text, _ in pairs], [start for _, start in pairs])
 
@@ -207,11 +207,11 @@ def _statistics_differ(heads: DraftHead, forms: Sequence[Evidence]) -> str | Non
         return None
     levels = stored.get("levels") or heads.feature_layers
     if missing := [level for level in levels if level != -1 and level not in forms[0].states]:
-        return f"the heads were trained on hidden state {missing[0]}, and the target has {forms[0].depth} layers"
+        return f"the heads were trained on hidden state {missing[0]}, but the target has {forms[0].depth} layers"
     problems = [statistics_problem(stored, measured_statistics(evidence, levels)) for evidence in forms]
     if None in problems:
         return None
-    return f"the target's features are not those of the training: {problems[0]}"
+    return f"the target's features are not those of the training target: {problems[0]}"
 
 
 def measured_statistics(evidence: Evidence, levels: Sequence[Level]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from .noise import Noise
 from .trials import CLEAR_LENGTH, Score, Trial
 
 LOADED, TRAINED_FOR, TRAINED = "loaded wrongly", "trained for something else", "trained too little or wrongly"
-UNKNOWN = "loaded wrongly, by none of the causes that were tried, or trained too little"
+UNKNOWN = "loaded wrongly for a reason that was not tried, or trained too little"
 KIND = {
     "taps": LOADED, "norm flags": LOADED, "rope": LOADED, "draft vocabulary": LOADED, "token shift": LOADED,
     "damaged weights": LOADED, "serving": LOADED, "row order": LOADED, "anchor slot": LOADED, "block mask": LOADED,
@@ -165,7 +165,7 @@ def _settings(facts: Facts) -> Iterator[Finding]:
     yield Finding(
         one.cause,
         f"{one.setting}: {one.value} accepts {best.score.position_1:.1%} at position 1 and {best.score.tau:.2f} "
-        f"tokens a round, {one.in_force} (in force) {now.position_1:.1%} and {now.tau:.2f}",
+        f"tokens per round; {one.in_force} (in force) accepts {now.position_1:.1%} and {now.tau:.2f}",
         one.what_to_do,
         now.position_1,
         best.score.position_1,
@@ -208,10 +208,10 @@ def _labels(facts: Facts, settings: list[Finding]) -> Iterator[Finding]:
     if offset and share >= right + LABEL_GAP and not explained:
         yield Finding(
             "training labels",
-            f"the first draft is the token {offset:+d} from the one it should guess ({share:.0%}, the right one "
-            f"{right:.0%}): labels were off by {abs(offset)} in training",
-            f"train with the label of row t moved by {-offset:+d}, i.e. token t + 2 where the row holds feature t and "
-            "token t + 1",
+            f"the first draft is the token at offset {offset:+d} from the right one in {share:.0%} of cases, and the "
+            f"right one in {right:.0%}; the labels in training were off by {abs(offset)}",
+            f"train with labels moved by {-offset:+d}, so that the label of a row with feature t and token t + 1 is "
+            "token t + 2",
             right,
         )
 
@@ -219,8 +219,8 @@ def _labels(facts: Facts, settings: list[Finding]) -> Iterator[Finding]:
 def _identity(facts: Facts) -> Iterator[Finding]:
     if facts.identity:
         mend = (
-            "load the target the heads were trained with, in the same precision and without rotation, or train heads "
-            "for this one"
+            "load the target that the heads were trained with, in the same precision and without rotation, or train "
+            "heads for this target"
         )
         yield Finding("another target", facts.identity, mend, facts.score.position_1)
 
@@ -231,8 +231,8 @@ def _serving(facts: Facts) -> Iterator[Finding]:
     if facts.free_running - 1 < (1 - SERVING_GAP) * (facts.forced - 1) - 0.2:
         yield Finding(
             "serving",
-            f"rounds accept {facts.free_running:.2f} tokens, and the heads' forward over the same texts "
-            f"{facts.forced:.2f}: drafting does not do what training does",
+            f"rounds accept {facts.free_running:.2f} tokens, but the forward of training over the same texts accepts "
+            f"{facts.forced:.2f}; drafting does not compute what training computes",
             "report it with the output of `specheads doctor --json`",
             facts.score.position_1,
         )
@@ -243,8 +243,8 @@ def _texts(facts: Facts) -> Iterator[Finding]:
     if noise is not None and noise.found and facts.given.count >= FEWEST:
         yield Finding(
             "not text",
-            f"the prompts' tokens surprise the target in their order as much as shuffled ({noise.prompts:.1f} and "
-            f"{noise.shuffled:.1f} nats a token, plain text {noise.known:.1f}): what heads accept after them says "
+            f"the prompts are as unlikely to the target as their tokens in random order ({noise.prompts:.1f} and "
+            f"{noise.shuffled:.1f} nats per token, plain text {noise.known:.1f}), so acceptance after them says "
             "nothing",
             "measure on prompts like those in use",
             facts.score.position_1,
@@ -260,9 +260,9 @@ def _modes(facts: Facts) -> Iterator[Finding]:
     if _clearly_worse(given, best, GROUP_GAP):
         yield Finding(
             "mode",
-            f"the same prompts as {best.name} are accepted {best.acceptance.mean:.0%} at position 1, as {given.name} "
-            f"(as given) {given.acceptance.mean:.0%}: the heads were made for the former",
-            f"use them on {best.name}, or train them on texts as {given.name}",
+            f"with the prompts as {best.name}, {best.acceptance.mean:.0%} are accepted at position 1, but as "
+            f"{given.name} (as given) only {given.acceptance.mean:.0%}; the heads were trained for the former",
+            f"use the heads on {best.name}, or train them on prompts of the form '{given.name}'",
             given.acceptance.mean,
             best.acceptance.mean,
             certain=False,
@@ -276,10 +276,10 @@ def _turns(facts: Facts) -> Iterator[Finding]:
     if _clearly_worse(early, later, TURN_GAP):
         yield Finding(
             "turns",
-            f"of the {early.name} {early.acceptance.mean:.0%} are accepted at position 1, of {later.name} "
-            f"{later.acceptance.mean:.0%}, and the target is as sure of them: the beginning of answers was not "
-            "supervised, or templates differ",
-            "look at the loss mask of the training, and at the template's text before an answer",
+            f"of the {early.name}, {early.acceptance.mean:.0%} are accepted at position 1, but of {later.name} "
+            f"{later.acceptance.mean:.0%}, although the target is as sure of both; the beginning of answers was not "
+            "supervised in training, or the chat templates differ",
+            "check the loss mask of the training, and the text of the chat template before an answer",
             early.acceptance.mean,
             later.acceptance.mean,
             certain=False,
@@ -288,8 +288,8 @@ def _turns(facts: Facts) -> Iterator[Finding]:
     if special.count >= 4 and special.acceptance.mean < 0.1 and later.acceptance.mean > 0.4:
         yield Finding(
             "turns",
-            f"of {special.count} special tokens that the target wrote, {special.acceptance.mean:.0%} were guessed, of "
-            f"other tokens {later.acceptance.mean:.0%}: ends of turns were not supervised",
+            f"of {special.count} special tokens that the target wrote, {special.acceptance.mean:.0%} were guessed, "
+            f"but of other tokens {later.acceptance.mean:.0%}; the ends of turns were not supervised in training",
             "let the loss mask of the training include the tokens that end a turn",
             special.acceptance.mean,
             certain=False,
@@ -304,12 +304,14 @@ def _contexts(facts: Facts) -> Iterator[Finding]:
     for group in bins[1:]:
         seen = group.longest is not None and (facts.train_max_length or 0) >= group.longest
         if _clearly_worse(group, first, GROUP_GAP * (WITHIN_TRAINING if seen else 1), 2 * FEWEST):
-            known = f"; they were trained on {facts.train_max_length} tokens" if facts.train_max_length else ""
+            known = (
+                f"; the longest text in training had {facts.train_max_length} tokens" if facts.train_max_length else ""
+            )
             yield Finding(
                 "context",
-                f"at {group.name} tokens {group.acceptance.mean:.0%} are accepted at position 1, at {first.name} "
-                f"{first.acceptance.mean:.0%}{known}",
-                "train on texts that long, or leave `heads.adaptive` on: it decodes plainly where drafts do not pay",
+                f"at {group.name} tokens, {group.acceptance.mean:.0%} are accepted at position 1, but at {first.name} "
+                f"tokens {first.acceptance.mean:.0%}{known}",
+                "train on texts of that length, or leave `heads.adaptive` on to decode plainly where drafts fail",
                 group.acceptance.mean,
                 first.acceptance.mean,
                 certain=False,
@@ -321,9 +323,9 @@ def _coverage(facts: Facts) -> Iterator[Finding]:
     if facts.coverage < LEAST_COVERAGE:
         yield Finding(
             "coverage",
-            f"only {facts.coverage:.0%} of the target's tokens are in the draft vocabulary, and no other can be "
-            "accepted",
-            "train with a draft vocabulary counted on texts like these, or a larger one",
+            f"only {facts.coverage:.0%} of the target's tokens are in the draft vocabulary, and no other tokens can "
+            "be accepted",
+            "train with a draft vocabulary that was counted on texts like these, or with a larger one",
             facts.score.position_1,
             certain=False,
         )
@@ -333,9 +335,9 @@ def _policy(facts: Facts) -> Iterator[Finding]:
     if _clearly_worse(facts.own, facts.given, 2 * GROUP_GAP, 4 * FEWEST, surely=1 / 2):
         yield Finding(
             "not its own answers",
-            f"on text that the target did not write {facts.given.acceptance.mean:.0%} of its favourites are guessed, "
-            f"on its own {facts.own.acceptance.mean:.0%}: the heads were trained on other texts than its answers",
-            "let the target answer the prompts of the training set, and train on that",
+            f"on text that the target did not write, {facts.given.acceptance.mean:.0%} of its favourites are guessed, "
+            f"but on its own text {facts.own.acceptance.mean:.0%}; the heads were not trained on the target's answers",
+            "let the target answer the prompts of the training set, and train on its answers",
             facts.own.acceptance.mean,
             facts.given.acceptance.mean,
             certain=False,
@@ -345,27 +347,27 @@ def _policy(facts: Facts) -> Iterator[Finding]:
 def _unexplained(facts: Facts) -> Finding:
     score, stored = facts.score, facts.stored
     sure = facts.own.predictability
-    low = f"{score.position_1:.0%} are accepted at position 1, of texts the target is {sure:.0%} sure of"
+    low = f"{score.position_1:.0%} are accepted at position 1, on texts of which the target is {sure:.0%} sure"
     if "position_1" in stored and stored["position_1"] >= score.position_1 + STORED_GAP:
         return Finding(
             "training gap",
-            f"{low}; {stored['from']} says {stored['position_1']:.0%}, and no setting makes up for it: these are not "
-            "the weights, the target or the forward that were measured then",
-            "compare the files with the published ones, and the target with the one trained with",
+            f"{low}, but {stored['from']} says {stored['position_1']:.0%}, and no setting explains the gap; weights, "
+            "target or forward are not those that were measured then",
+            "compare the files with the published ones, and the target with that of the training",
             score.position_1,
         )
-    seen = f" ({stored['tokens']:,} tokens seen, their files say)" if "tokens" in stored else ""
+    seen = f"; the files say that the heads were trained on {stored['tokens']:,} tokens" if "tokens" in stored else ""
     if facts.untouched:
         return Finding(
             "under-trained",
-            f"{low}, and norms and biases are as a fresh start leaves them: these heads were not trained",
-            "train them, on the target's own answers; hundreds of thousands of them are usual",
+            f"{low}, and norms and biases have their initial values; these heads were not trained",
+            "train them on the target's own answers; hundreds of thousands of answers are usual",
             score.position_1,
         )
     return Finding(
         "unexplained",
-        f"{low}, and nothing that was tried makes up for it{seen}",
-        "compare the files with what was trained (which target, which code, all tensors there?); if they are right, "
-        "train longer, on the target's own answers; hundreds of thousands of them are usual",
+        f"{low}, and nothing that was tried explains it{seen}",
+        "compare the files with what was trained (target, code, missing tensors); if the files are right, train "
+        "longer on the target's own answers, of which hundreds of thousands are usual",
         score.position_1,
     )

@@ -53,8 +53,8 @@ def tap(heads: DraftHead, levels: tuple[Level, ...], what: str) -> Alternative:
         str(list(heads.feature_layers)),
         "taps",
         {"feature_layers": tuple(numbers)} if in_config else {},
-        f"the heads were trained on the hidden states {list(levels)}, and this family reads "
-        f"{list(heads.feature_layers)}; train them anew on what it reads",
+        f"the heads were trained on the hidden states {list(levels)}, but heads of this kind read "
+        f"{list(heads.feature_layers)}; train them anew on these",
         levels,
     )
 
@@ -76,9 +76,9 @@ def tap_sets(heads: DraftHead, depth: int, levels: Sequence[Level]) -> list[Alte
     for other in permutations(ours) if len(ours) <= MOST_TO_PERMUTE else ():
         known.setdefault(other, "another order")
     if len(ours) == 3:
-        known.setdefault((2, depth // 2, depth - 3), "the usual ones")
-        known.setdefault((3, depth // 2 + 1, depth - 2), "the usual ones, counted after a layer")
-        known.setdefault((1, depth // 2 - 1, depth - 4), "the usual ones less one")
+        known.setdefault((2, depth // 2, depth - 3), "the usual layers")
+        known.setdefault((3, depth // 2 + 1, depth - 2), "the usual layers, counted after a layer")
+        known.setdefault((1, depth // 2 - 1, depth - 4), "the usual layers minus one")
     if heads.trains_at_anchors:
         outputs = spread_layers(depth, len(ours))
         known.setdefault(outputs, "spread evenly")
@@ -173,8 +173,11 @@ def partial_ropes(heads: DraftHead, target: PreTrainedModel) -> list[Alternative
     if not (plain and layers and whole):
         return []
     shares = {*PARTIAL, float(target_rope(target).get("partial_rotary_factor") or 1.0)} - {1.0}
-    mend = "the heads were trained with rope over a part of every attention head, which {} heads do not do; train anew"
-    return [Alternative("rope", f"of {share:.0%} of the dimensions", "of all", "rope", rotated=share,
+    mend = (
+        "the heads were trained with rope over part of every attention head, which {} heads do not support; train "
+        "them anew"
+    )
+    return [Alternative("rope", f"over {share:.0%} of the dimensions", "over all", "rope", rotated=share,
                         mend=mend.format(heads.config.method)) for share in sorted(shares)]  # fmt: skip
 
 
@@ -194,8 +197,8 @@ def shifts(heads: DraftHead) -> list[Alternative]:
         return []
     words = {1: "the feature two tokens before it", -1: "its own feature"}
     mend = (
-        "tokens and features were paired otherwise in training; pair them as here (token t + 1 with feature t), and "
-        "train anew"
+        "tokens and features were paired differently in training; pair token t + 1 with feature t, as here, and train "
+        "anew"
     )
     return [Alternative("a token is read with", said, "the feature of the token before", "token shift", mend=mend,
                         shift=shift, least=0.1 if shift < 0 else 0.0) for shift, said in words.items()]  # fmt: skip
@@ -212,7 +215,7 @@ def halves(heads: DraftHead) -> list[Alternative]:
     if not found:
         return []
     mend = (
-        "embedding and feature enter `fc` in the other order in these files; swap the halves of its weight's columns"
+        "in these files, embedding and feature enter `fc` in the other order; swap the halves of its weight's columns"
     )
     return [Alternative("halves of fc", "swapped", "as in the files", "row order", mend=mend, modules=dict(found))]
 
@@ -230,7 +233,10 @@ def borrowed_parts(heads: DraftHead, target: PreTrainedModel) -> list[Alternativ
         weight = output_weight(target)
         weight = weight if rows is None else weight[rows.to(weight.device)]
         if weight.shape == lm_head.weight.shape:
-            mend = "the heads' own `lm_head` is not what was trained (random, or of another file); get the whole file"
+            mend = (
+                "the heads' own `lm_head` is not the trained one (it is random, or from another file); get the "
+                "complete file"
+            )
             found.append(Alternative("lm_head", "the target's", "the heads' own", "damaged weights", mend=mend,
                                      modules={"lm_head.weight": weight}))  # fmt: skip
     own = heads._modules.get("embed_tokens")
@@ -238,7 +244,7 @@ def borrowed_parts(heads: DraftHead, target: PreTrainedModel) -> list[Alternativ
         ids = torch.arange(own.num_embeddings, device=target.device)
         weight = target.get_input_embeddings()(ids)
         if weight.shape == own.weight.shape:
-            mend = "the heads' own embedding is not what was trained; drop it from the file to borrow the target's"
+            mend = "the heads' own embedding is not the trained one; remove it from the file to use the target's"
             found.append(Alternative("embedding", "the target's", "the heads' own", "damaged weights", mend=mend,
                                      modules={"embed_tokens.weight": weight}))  # fmt: skip
     return found

@@ -36,13 +36,13 @@ def attention_shapes(heads: DraftHead) -> Iterator[Alternative]:
     if not isinstance(config, LayerHeadConfig) or not layers or any(layer.q_norm is not None for layer in layers):
         return  # a norm of queries has the width of an attention head, so the width is certain
     queries, keys, width = config.num_attention_heads, config.num_key_value_heads or 1, config.head_dim or 1
-    now = f"{queries} heads of {width}, {keys} of keys"
+    now = f"{queries} heads of width {width}, {keys} key heads"
     for times in (2.0, 0.5):
         other = [queries * times, keys * times, width / times]
         if all(size == int(size) and size >= 1 for size in other) and int(other[2]) % 2 == 0:
             heads_of, keys_of, wide = map(int, other)
             sizes = {"num_attention_heads": heads_of, "num_key_value_heads": keys_of, "head_dim": wide}
-            said = f"{heads_of} heads of {wide}, {keys_of} of keys"
+            said = f"{heads_of} heads of width {wide}, {keys_of} key heads"
             yield Alternative("attention", said, now, "attention shape", sizes)
 
 
@@ -62,8 +62,8 @@ def embedding_scales(heads: DraftHead, target: PreTrainedModel) -> Iterator[Alte
     if scale == 1 or isinstance(heads.config, BlockHeadConfig):  # block drafters have a setting for the scale
         return
     mend = (
-        f"the heads were trained on embeddings that are not multiplied by {scale:.3g}, as this target's are; multiply "
-        f"what reads them by {scale:.3g} less, or train anew"
+        f"the heads were trained on embeddings without this target's factor of {scale:.3g}; divide the weights that "
+        f"read embeddings by {scale:.3g}, or train anew"
     )
     yield Alternative("embedding", f"not scaled by {scale:.3g}", "scaled", "embedding scale", mend=mend,
                       embedding=1 / scale)  # fmt: skip
@@ -77,7 +77,7 @@ def norm_offsets(heads: DraftHead) -> Iterator[Alternative]:
     if not norms:
         return
     for step, said in ((1.0, "plus one"), (-1.0, "minus one")):
-        mend = f"weights of norms were written in another convention; load them {said}"
+        mend = f"the weights of norms follow another convention in these files; load them {said}"
         yield Alternative("weights of norms", said, "as in the files", "norm weights", mend=mend,
                           modules={name: weight + step for name, weight in norms.items()})  # fmt: skip
 
@@ -91,7 +91,7 @@ def swapped_gates(heads: DraftHead) -> Iterator[Alternative]:
         if other != name and other in weights and weights[other].shape == weight.shape:
             found |= {name: weights[other].detach(), other: weight.detach()}
     if found:
-        mend = "`gate_proj` and `up_proj` have changed places in these files; exchange them"
+        mend = "`gate_proj` and `up_proj` are swapped in these files; swap them back"
         yield Alternative("gate and up", "exchanged", "as in the files", "row order", mend=mend, modules=found)
 
 
@@ -163,7 +163,7 @@ def orders(heads: DraftHead) -> Iterator[Alternative]:
     for said, order in others.items():
         found = reordered(heads, [name for name, size in stacks.items() if size == count], order)
         if found:
-            mend = f"layers or heads stand in another order in these files ({said}); put them in theirs"
+            mend = f"layers or heads are in another order in these files ({said}); restore the order of training"
             yield Alternative("order of layers", said, "as in the files", "row order", mend=mend, modules=found)
 
 

@@ -253,7 +253,7 @@ def mapping_trials(heads: DraftHead, drafts: Drafts, evidence: Evidence, in_forc
     mapping = heads.trained_vocabulary
     if mapping is None:
         return []
-    mend = "the map from draft ids to tokens is not the one the heads were trained with; get `d2t` of that training"
+    mend = "the map from draft ids to tokens is not the one that the heads were trained with; use `d2t` from training"
     now = "as in the files"
     found = []
     others: dict[str, Any] = {"identity": torch.arange(len(mapping))}

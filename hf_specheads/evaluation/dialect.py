@@ -52,7 +52,9 @@ def tau_difference(ours: Sequence[PromptRounds], theirs: Sequence[PromptRounds])
         ValueError: If the numbers of prompts differ.
     """
     if len(ours) != len(theirs):
-        raise ValueError(f"differences are paired by prompts: got {len(ours)} and {len(theirs)}; use the same.")
+        raise ValueError(
+            f"differences are paired by prompt, got {len(ours)} and {len(theirs)} prompts; use the same ones."
+        )
     return difference_interval(_tokens_and_rounds(ours), _tokens_and_rounds(theirs))
 
 

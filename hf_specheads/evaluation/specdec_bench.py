@@ -51,7 +51,7 @@ class SpecheadsModel:
         **tree_overrides: Any,
     ):
         if max_concurrent_requests != 1:
-            raise ValueError(f"one request at a time is served here, got {max_concurrent_requests}; pass 1.")
+            raise ValueError(f"requests are served one at a time, got {max_concurrent_requests}; pass 1.")
         from transformers import AutoModelForCausalLM
 
         options = {"dtype": dtype if dtype == "auto" else getattr(torch, dtype), "device_map": device}

@@ -104,7 +104,7 @@ def _rows(suite: Suite, mirror: Path | None) -> list[Any]:
         from datasets import load_dataset
     except ImportError as error:
         raise ImportError(
-            "suites of the Hub are read with `datasets`; install it (`pip install datasets`), or use --suite ours."
+            "suites on the Hub are read with `datasets`; install it (`pip install datasets`), or use --suite ours."
         ) from error
     if "://" in suite.repository:
         file = suite.repository if mirror is None else str(mirror / suite.repository.rpartition("/")[2])
@@ -113,7 +113,7 @@ def _rows(suite: Suite, mirror: Path | None) -> list[Any]:
         return list(load_dataset(suite.repository, suite.config, split=suite.split))
     folder = mirror / suite.repository / (suite.config or "")
     if not folder.is_dir():
-        raise ValueError(f"{str(folder)!r} is no folder; a mirror holds data sets under their Hub ids and configs.")
+        raise ValueError(f"{str(folder)!r} is not a folder; a mirror holds data sets under their Hub ids and configs.")
     return list(load_dataset(str(folder), split=suite.split))
 
 
@@ -123,7 +123,7 @@ def _prompt(name: str, suite: Suite, row: Row, number: int) -> SuitePrompt:
         return SuitePrompt(Path(name).stem, suite.category(row) if suite.category else name, text)
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(
-            f"entry {number} of suite {name!r} lacks what its prompt is made of ({error}); it has {sorted(row)}."
+            f"entry {number} of suite {name!r} lacks a field that its prompt needs ({error}); it has {sorted(row)}."
         ) from error
 
 

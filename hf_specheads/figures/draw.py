@@ -83,7 +83,7 @@ def check_names(only: Sequence[str] | None, formats: Sequence[str]) -> None:
     """
     for given, known, what in ((only or (), tuple(FIGURES), "figures"), (formats, FORMATS, "formats")):
         if unknown := sorted(set(given) - set(known)):
-            raise ValueError(f"unknown {what} {unknown}; known are {list(known)}.")
+            raise ValueError(f"unknown {what} {unknown}; expected some of {list(known)}.")
 
 
 def _draw(figure: Figure, results: Results, styles: Styles, path: Path, formats: Sequence[str]) -> list[Path]:
@@ -249,8 +249,8 @@ def _has_any(field: str) -> Callable[[Results], bool]:
 FIGURES: dict[str, Figure] = {
     "pos_acc": Figure(
         "Acceptance by draft position",
-        "How often the draft at a position is accepted, given that all before it were (PosS, section 3); positions "
-        f"that fewer than {LEAST_ROUNDS} rounds came to are left out.",
+        "How often the draft at a position is accepted, given that all earlier ones were (PosS, section 3); "
+        f"positions that fewer than {LEAST_ROUNDS} rounds reached are left out.",
         (_pos_acc,), _has("depths", "pos_acc"),
     ),
     "tau": Figure(
@@ -260,37 +260,38 @@ FIGURES: dict[str, Figure] = {
     ),
     "n_alpha": Figure(
         "n-alpha",
-        "How often draft and target agree when n of the features the draft reads were drafted (EAGLE, section 4).",
+        "How often draft and target agree when n of the features that the draft reads were drafted (EAGLE, "
+        "section 4).",
         (_n_alpha,), _has_any("n_alpha"),
     ),
     "tree_size": Figure(
         "Tree size against tau and speed",
-        "Dynamic trees of so many nodes, the root included: what more nodes bring, and what a clock leaves of it.",
+        "tau and tokens per second of dynamic trees, against the number of their nodes, the root included.",
         (_sweep("nodes", "tau", "nodes of the tree", "tau"),
          _sweep("nodes", "tokens_per_second", "nodes of the tree", "tokens/s")),
         _has("nodes", "tokens_per_second"), timed=True,
     ),
     "tree_tau": Figure(
         "Tree size against tau",
-        "Dynamic trees of so many nodes, the root included.",
+        "tau of dynamic trees, against the number of their nodes, the root included.",
         (_sweep("nodes", "tau", "nodes of the tree", "tau"),),
         lambda results: _has("nodes", "tau")(results) and not _has("nodes", "tokens_per_second")(results),
     ),
     "round": Figure(
         "Time of a round",
-        "Milliseconds a round spends drafting and verifying, against the depth of chains and the nodes of trees.",
+        "Milliseconds that a round spends drafting and verifying, against the depth of chains and the nodes of trees.",
         (_stages("depths", "depth of the chain"), _stages("nodes", "nodes of the tree")),
         _has("depths", "milliseconds"), timed=True,
     ),
     "throughput": Figure(
         "Tokens per second against depth and batch",
-        "Of chains of every depth for one sequence, and of one chain for several sequences at once.",
+        "Chains of every depth for one sequence, and one chain for several sequences at once.",
         (_sweep("depths", "tokens_per_second", "depth of the chain", "tokens/s"), _batches),
         _has("depths", "tokens_per_second"), timed=True,
     ),
     "training": Figure(
         "Training",
-        "Loss (of the evaluation, where no other was kept) and tau of generations while the heads were trained. "
+        "Loss (of the evaluation, if no other was recorded) and tau of generations while the heads were trained. "
         "Losses of different methods are sums of different terms.",
         (_training("loss", "loss"), _training("tau", "tau")), _has_any("training"),
     ),

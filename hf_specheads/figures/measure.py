@@ -300,7 +300,7 @@ def _add_n_alpha(
             texts.append((text, len(row)))
     for name, one in drafting.items():
         if not texts or one.trains_at_anchors or one.copied_ngrams is not None:
-            skipped.append(f"{name}: n-alpha is of heads that draft from rows of a text")
+            skipped.append(f"{name}: n-alpha is defined for heads that draft from rows of a text")
             continue
         agreed = torch.cat([agreement(target, one, text, length, sweeps.max_n) for text, length in texts], dim=1)
         found[name]["n_alpha"] = agreed.double().mean(dim=1).tolist()

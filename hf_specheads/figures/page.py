@@ -45,8 +45,8 @@ def render_page(results: Mapping[str, Any], drawn: Mapping[str, Sequence[Path]],
         "",
         "```bash",
         f"{command}",
-        "specheads figures --from results.json --only tau round    # some of them, from what lies beside the pictures",
-        "specheads figures --target T --heads A B --quick          # a look in passing at models of your own",
+        "specheads figures --from results.json --only tau round    # some, from the results beside the pictures",
+        "specheads figures --target T --heads A B --quick          # a quick look at models of your own",
         "specheads figures --target T --heads A B --no-timing      # on a busy machine",
         "```",
     ]
@@ -55,11 +55,11 @@ def render_page(results: Mapping[str, Any], drawn: Mapping[str, Sequence[Path]],
 
 def _clock(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> list[str]:
     if not settings["timing"]:
-        return ["Nothing was timed, so only figures that do not depend on a clock are here.", ""]
+        return ["Nothing was timed, so only figures that do not depend on a clock are shown.", ""]
     if machine["load_per_core"] > BUSY:
         return [
-            f"**The machine was busy** ({machine['load_per_core']} programs per core wanted to run): times and speeds "
-            "below are those of a part of it, and jump.", "",
+            f"**The machine was busy** ({machine['load_per_core']} programs per core were ready to run), so the times "
+            "and speeds below are unreliable.", "",
         ]  # fmt: skip
     return []
 

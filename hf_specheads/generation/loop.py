@@ -109,7 +109,7 @@ class RoundLoop:
     def target_cache(self) -> TargetCache:
         """The target's cache, which the prefill opens."""
         if self._target_cache is None:
-            raise RuntimeError("the target's cache is opened by the prefill.")
+            raise RuntimeError("the target's cache does not exist before the prefill.")
         return self._target_cache
 
     def run(self) -> GenerateDecoderOnlyOutput | torch.Tensor:

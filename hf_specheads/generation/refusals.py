@@ -99,7 +99,7 @@ def refuse_options(heads: DraftingContract, options: DraftingOptions, config: Ge
         )
     if options.loop == "transformers" and options.on_round is not None:
         raise UnsupportedGenerationError(
-            "transformers' own loop tells nobody of its rounds, and these heads have an observer; use "
+            "transformers' own loop does not report its rounds, but `heads.on_round` is set; use "
             "`heads.on_round = None` or `heads.loop = 'own'`."
         )
 
@@ -122,7 +122,7 @@ def refuse_processors(
     if asks_about_text and not TokenSampler(processors, True).path_wise:
         unknown = [type(p).__name__ for p in processors if not TokenSampler(LogitsProcessorList([p]), True).path_wise]
         raise UnsupportedGenerationError(
-            f"typical acceptance asks the logits processors about text that is never written, and {unknown} may not "
+            f"typical acceptance asks the logits processors about drafts that may be rejected, and {unknown} may not "
             "allow that; leave them out or use `heads.verification = 'lossless'`."
         )
 
@@ -173,12 +173,12 @@ def refuse_prepared_call(
     mask = model_kwargs.get("attention_mask")
     if counts_padding(target) and mask is not None and not bool(mask.all()):
         raise UnsupportedGenerationError(
-            f"draft heads do not serve prompts with padding for {type(target).__name__}, which takes it in and "
-            "verifies otherwise than it decodes then; give prompts of one length, or one at a time."
+            f"draft heads do not serve prompts with padding for {type(target).__name__}, where padding makes "
+            "verification differ from decoding; give prompts of one length, or one at a time."
         )
     if not head.feature_layers and model_kwargs.get("inputs_embeds") is not None:
         raise UnsupportedGenerationError(
-            f"{head.config.method} heads read tokens, and this prompt is given as embeddings; pass `input_ids`, or "
+            f"{head.config.method} heads read token ids, but this prompt is given as embeddings; pass `input_ids`, or "
             "use heads that read the target's features."
         )
     for problem_of in (rescaling_rope_problem, sparse_attention_problem):
@@ -186,7 +186,7 @@ def refuse_prepared_call(
             raise UnsupportedGenerationError(reason)
     if options.loop == "transformers" and (goes_back(target, cache) or chain_cache_problem(cache)):
         raise UnsupportedGenerationError(
-            f"transformers' own loop cannot take tokens out of what {type(target).__name__} keeps here again "
+            f"transformers' own loop cannot remove tokens from the cache of {type(target).__name__} "
             f"({type(cache.layers[0]).__name__}); use `heads.loop = 'own'`."
         )
     if options.compiled:
@@ -205,7 +205,7 @@ def _usable_cache(target: PreTrainedModel, model_kwargs: dict[str, Any]) -> Cach
     if not isinstance(cache, Cache):
         raise UnsupportedGenerationError(
             f"{type(target).__name__} does not take the cache that `generate` prepares (got {type(cache).__name__}), "
-            "and draft heads can take back tokens from no other; drop `assistant_model`."
+            "and draft heads cannot remove rejected tokens from any other; drop `assistant_model`."
         )
     return cache
 
@@ -218,11 +218,11 @@ def _refuse_arguments(target: PreTrainedModel, options: DraftingOptions, model_k
     if media := sorted(MEDIA & extra):
         raise UnsupportedGenerationError(
             f"draft heads do not serve prompts of {type(target).__name__} with {media}; leave them out or drop "
-            f"`assistant_model` (images are served in heads' own loop for {sorted(IMAGES_SERVED)})."
+            f"`assistant_model` (images are served with `heads.loop = 'own'` for {sorted(IMAGES_SERVED)})."
         )
     if extra and options.loop == "own":
         raise UnsupportedGenerationError(
-            f"draft heads do not hand {sorted(extra)} on to the target's forward; leave them out or drop "
+            f"draft heads do not pass {sorted(extra)} on to the target's forward; leave them out or drop "
             "`assistant_model`."
         )
 

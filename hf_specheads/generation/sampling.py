@@ -134,8 +134,8 @@ def refuse_no_distribution(token_id: int) -> None:
     """
     if token_id == NO_DISTRIBUTION:
         raise RuntimeError(
-            "the target's probabilities at a token hold NaN or inf; its logits have overflowed, or a logits processor "
-            "has left no token."
+            "the target's probabilities for a token hold NaN or inf; its logits have overflowed, or a logits "
+            "processor has excluded all tokens."
         )
 
 

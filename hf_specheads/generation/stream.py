@@ -335,7 +335,8 @@ def _inputs_of(request: Any, number: int, device: torch.device) -> tuple[dict[st
         shape = tuple(tensors["input_ids"].shape)
     except (KeyError, TypeError, ValueError, RuntimeError):
         raise ValueError(
-            f"request {number} is no text (got {type(request).__name__}); give token ids, or what a tokenizer returns."
+            f"request {number} is not a text (got {type(request).__name__}); give token ids, or what a "
+            "tokenizer returns."
         ) from None
     if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
         raise ValueError(f"request {number} has `input_ids` of shape {list(shape)}; give one text, [1, tokens].")
@@ -382,6 +383,6 @@ def _refuse_to_join(
         problem = "it counts positions by itself, and the padding of shorter texts too"
     if problem := problem or joining_problem(cache):
         raise UnsupportedGenerationError(
-            f"a stream of requests is not served for {type(target).__name__} here: {problem}; call `generate` with "
+            f"a stream of requests is not supported for {type(target).__name__} here: {problem}; call `generate` with "
             "whole batches."
         )

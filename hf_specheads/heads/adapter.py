@@ -31,10 +31,10 @@ def check_adapter(config: DraftHeadConfig, target: PreTrainedModel) -> None:
         return
     state = "has another adapter" if found else "has no adapter in force"
     raise WrongTargetError(
-        f"these {config.method} heads were trained together with an adapter of their target, and "
+        f"these {config.method} heads were trained together with an adapter of their target, but "
         f"{target.config.name_or_path or type(target).__name__!r} {state}; call `heads.load_target_adapter(target)` "
-        "first (the text is then the adapted target's), or set `heads.config.target_adapter = None` if the adapter is "
-        "merged into the target's weights."
+        "first (the adapter changes the text that the target generates), or set "
+        "`heads.config.target_adapter = None` if the adapter is merged into the target's weights."
     )
 
 
@@ -51,7 +51,7 @@ def find_adapter(config: DraftHeadConfig, source: str | Path | None, **hub: Any)
         HeadLoadError: if there is no adapter.
     """
     if config.target_adapter is None:
-        raise HeadLoadError("these heads were trained for the target as it is; there is no adapter to load.")
+        raise HeadLoadError("these heads were trained for a target without an adapter; there is no adapter to load.")
     if source is None and hub.get("revision") is None:
         hub["revision"] = getattr(config, "_commit_hash", None)
     source = str(source or config.name_or_path)
@@ -61,8 +61,8 @@ def find_adapter(config: DraftHeadConfig, source: str | Path | None, **hub: Any)
     adapter = folder / ADAPTER_FOLDER
     if not source or not all((adapter / name).exists() for name in (WEIGHTS, CONFIG)):
         raise HeadLoadError(
-            f"no {ADAPTER_FOLDER}/ with {WEIGHTS} and {CONFIG} beside the heads in {source!r}; pass the folder or Hub "
-            "id of the heads as they were trained."
+            f"there is no {ADAPTER_FOLDER}/ with {WEIGHTS} and {CONFIG} beside the heads in {source!r}; pass the "
+            "folder or Hub id in which the heads were saved after training."
         )
     return adapter
 
@@ -83,8 +83,8 @@ def save_adapter_beside(config: DraftHeadConfig, folder: Path, target: PreTraine
         adapter = find_adapter(config, None)
     except HeadLoadError as error:
         raise HeadLoadError(
-            f"the adapter of these heads' target is neither beside their files nor on a target they are bound to, and "
-            f"could not be saved with them; call `heads.bind(target)` first. {error}"
+            f"the adapter that these heads were trained with could not be saved with them, because it is neither "
+            f"beside their files nor on a bound target; call `heads.bind(target)` first. {error}"
         ) from error
     if adapter.resolve() != destination.resolve():
         shutil.copytree(adapter, destination, dirs_exist_ok=True)

@@ -68,7 +68,9 @@ def head_class_of(config: DraftHeadConfig) -> type[DraftHead]:
         ValueError: if the configuration does not belong to draft heads.
     """
     if config.model_type not in HEADS:
-        raise ValueError(f"model_type {config.model_type!r} is none of a draft head; known are {sorted(HEADS)}.")
+        raise ValueError(
+            f"model_type {config.model_type!r} does not belong to a draft head; known model types: {sorted(HEADS)}."
+        )
     return HEADS[config.model_type]
 
 
@@ -81,7 +83,7 @@ def build_config(config_class: type[DraftHeadConfig], fields: dict[str, Any]) ->
     try:
         return config_class(**fields)
     except StrictDataclassError as error:
-        raise ValueError(f"impossible {config_class.__name__}: {error.__cause__ or error}") from error
+        raise ValueError(f"invalid {config_class.__name__}: {error.__cause__ or error}") from error
 
 
 class AutoDraftHead:
@@ -163,7 +165,7 @@ class AutoDraftHead:
 def _refuse_unknown_options(config_class: type[DraftHeadConfig], options: dict[str, Any]) -> None:
     known = {field.name for field in dataclasses.fields(config_class)} | {"rope_theta"}
     if unknown := sorted(set(options) - known):
-        raise ValueError(f"unknown option(s) {unknown} for {config_class.__name__}; known are {sorted(known)}.")
+        raise ValueError(f"unknown option(s) {unknown} for {config_class.__name__}; known options: {sorted(known)}.")
 
 
 def _full_tree_config(tree: DraftTreeConfig | dict[str, Any]) -> dict[str, Any]:

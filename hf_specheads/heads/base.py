@@ -136,9 +136,9 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
         known = identity.get("fingerprint")
         if known and not fingerprints_match(known, target_fingerprint(target)):
             raise WrongTargetError(
-                f"these {self.config.method} heads were made for {identity.get('name') or 'another target'!r}, and "
-                f"the weights of {name!r} are not the same (fingerprint of the token embedding differs); load heads "
-                "trained for this target, or set `heads.config.target = None` to use them all the same."
+                f"these {self.config.method} heads were made for {identity.get('name') or 'another target'!r}, but "
+                f"the weights of {name!r} are not the same (the fingerprint of the token embedding differs); load "
+                "heads trained for this target, or set `heads.config.target = None` to use these heads anyway."
             )
         check_adapter(self.config, target)
 
@@ -278,8 +278,8 @@ class DraftHead(TreeChoice, PrunableVocabulary, DraftingContract, TrainingContra
             self.load_state_dict(trained_weights(source))
         except RuntimeError as error:
             raise WarmStartError(
-                f"the heads to start from do not fit the new ones; leave sizes out, they are taken from `from_heads`, "
-                f"or drop `from_heads`. {error}"
+                f"the weights of `from_heads` do not fit the new heads; leave out the sizes, so that they are taken "
+                f"from `from_heads`, or drop `from_heads`. {error}"
             ) from error
 
     # ------------------------------------------------------------------ options, saving

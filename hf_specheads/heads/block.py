@@ -120,12 +120,12 @@ class BlockHead(DraftHead):
         if max(self.feature_layers) > config.num_hidden_layers:
             raise WrongTargetError(
                 f"these {self.config.method} heads read the hidden states {list(self.feature_layers)} of their "
-                f"target, and this one has {config.num_hidden_layers} layers; load heads trained for this target."
+                f"target, but this one has {config.num_hidden_layers} layers; load heads trained for this target."
             )
         if config.hidden_size != self.config.feature_size:
             raise WrongTargetError(
-                f"these {self.config.method} heads read hidden states of width {self.config.feature_size}, and the "
-                f"target's have {config.hidden_size}; load heads trained for this target."
+                f"these {self.config.method} heads read hidden states of width {self.config.feature_size}, but those "
+                f"of this target have width {config.hidden_size}; load heads trained for this target."
             )
 
     def bind(self, target: PreTrainedModel, *, follow: bool = True) -> Self:
@@ -146,8 +146,8 @@ class BlockHead(DraftHead):
         if theirs.is_identity:
             return own
         raise WrongTargetError(
-            f"these {self.config.method} heads make their logits with {own}, and the target has {theirs}; load heads "
-            "trained for this target."
+            f"these {self.config.method} heads compute their logits with {own}, but the target uses {theirs}; load "
+            "heads trained for this target."
         )
 
     # ------------------------------------------------------------------ rows, states, logits

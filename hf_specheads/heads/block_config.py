@@ -94,7 +94,7 @@ class BlockHeadConfig(LayerHeadConfig):
         self._validate_sizes("num_hidden_layers")
         if self.hidden_size != self.feature_size:
             raise ValueError(
-                f"what a slot says goes through the target's `lm_head`, so `hidden_size` ({self.hidden_size}) must "
+                f"the state of a slot goes through the target's `lm_head`, so `hidden_size` ({self.hidden_size}) must "
                 f"equal `feature_size` ({self.feature_size})."
             )
         if self.embedding_size != self.hidden_size:
@@ -118,7 +118,7 @@ class BlockHeadConfig(LayerHeadConfig):
         levels = tuple(self.feature_layers)
         if not levels or len(set(levels)) != len(levels) or min(levels) < -1:
             raise ValueError(
-                f"`feature_layers` must be different indices of hidden states, from 0, or -1 for the last; got "
+                f"`feature_layers` must be different indices of hidden states, 0 or more, or -1 for the last; got "
                 f"{list(levels)}."
             )
         if unknown := [layer for layer in self.sliding_layers if not 0 <= layer < self.num_hidden_layers]:
@@ -126,7 +126,7 @@ class BlockHeadConfig(LayerHeadConfig):
                 f"`sliding_layers` must be layers from 0 to {self.num_hidden_layers - 1}, got {unknown[0]}."
             )
         if self.sliding_layers and (self.sliding_window is None or self.sliding_window < 1):
-            raise ValueError(f"`sliding_layers` need a `sliding_window` of at least 1, got {self.sliding_window}.")
+            raise ValueError(f"`sliding_layers` needs a `sliding_window` of at least 1, got {self.sliding_window}.")
 
     @property
     def first_slot(self) -> int:

@@ -65,7 +65,9 @@ class DFlash2HeadConfig(BlockHeadConfig):
                 f"`conv_group_size` must divide `hidden_size` ({self.hidden_size}), got {self.conv_group_size}."
             )
         if self.selector_top_k > self.vocab_size:
-            raise ValueError(f"`selector_top_k` is {self.selector_top_k}, and there are {self.vocab_size} tokens.")
+            raise ValueError(
+                f"`selector_top_k` ({self.selector_top_k}) must not exceed `vocab_size` ({self.vocab_size})."
+            )
 
 
 class BlockConvolution(nn.Module):

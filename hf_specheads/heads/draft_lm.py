@@ -117,7 +117,7 @@ class DraftLanguageModelConfig(DraftHeadConfig):
         try:
             config = AutoConfig.for_model(fields.pop("model_type", None), **fields)
         except (KeyError, ValueError, AttributeError, TypeError, ArithmeticError) as error:
-            raise ValueError(f"`language_model` is no config of a model transformers knows: {error}") from error
+            raise ValueError(f"`language_model` is not a model config that transformers knows: {error}") from error
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(
                 f"`language_model` has model_type={config.model_type!r}, for which transformers has no causal "
@@ -251,8 +251,8 @@ class DraftLanguageModel(DraftHead):
         if abs(ours - theirs) > VOCABULARY_PADDING * max(ours, theirs):
             name = target.config.name_or_path or type(target).__name__
             raise WrongTargetError(
-                f"this draft model has a vocabulary of {ours} tokens and {name!r} one of {theirs}, which is more than "
-                "padding; use a draft model with the target's tokenizer."
+                f"this draft model has a vocabulary of {ours} tokens, but {name!r} has {theirs}, and padding does not "
+                "explain the difference; use a draft model with the target's tokenizer."
             )
 
     @property

@@ -159,7 +159,7 @@ class DSparkHead(CorrectedBlockHead):
     def confidence(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """Logits [...] of acceptance, from states of slots [..., h] and W1[y] [..., r]."""
         if self.confidence_head is None:
-            raise RuntimeError("these heads have no confidence head; ask `heads.predicts_acceptance` first.")
+            raise RuntimeError("these heads have no confidence head; check `heads.predicts_acceptance` first.")
         if self.config.confidence_with_markov:
             return self.confidence_head(torch.cat([hidden, embedded], dim=-1))
         return self.confidence_head(hidden)

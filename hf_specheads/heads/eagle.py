@@ -58,7 +58,7 @@ class EagleHeadConfig(SpecialistHeadConfig):
         if self.inputs not in INPUTS:
             raise ValueError(f"`inputs` must be one of {list(INPUTS)}, got {self.inputs!r}.")
         if self.extra_norms and (self.model_type != EagleHeadConfig.model_type or "token" not in self.inputs):
-            raise ValueError("`extra_norms` belong to EAGLE and HASS heads that read a token's embedding; drop them.")
+            raise ValueError("`extra_norms` is only for EAGLE and HASS heads that read a token's embedding; drop it.")
         if self.hidden_size != self.feature_size:
             raise ValueError(
                 f"the drafted feature goes through the target's `lm_head`, so `hidden_size` ({self.hidden_size}) must "
@@ -221,7 +221,7 @@ class EagleHead(SpecialistHead):
     def start_from(self, source: DraftHead) -> None:
         if source.config.inputs != self.config.inputs:
             raise WarmStartError(
-                f"`from_heads` read inputs={source.config.inputs!r} and the new heads {self.config.inputs!r}; leave "
-                "`inputs` out, or drop `from_heads`."
+                f"`from_heads` have inputs={source.config.inputs!r}, but the new heads have {self.config.inputs!r}; "
+                "leave `inputs` out, or drop `from_heads`."
             )
         super().start_from(source)

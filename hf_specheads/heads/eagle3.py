@@ -100,7 +100,7 @@ class Eagle3HeadConfig(SpecialistHeadConfig):
         levels = self.feature_layers
         if levels is not None and (not levels or len(set(levels)) != len(levels) or min(levels) < -1):
             raise ValueError(
-                f"`feature_layers` must be different indices of hidden states, from 0, or -1 for the last; got "
+                f"`feature_layers` must be different indices of hidden states, 0 or more, or -1 for the last; got "
                 f"{list(levels)}."
             )
         if not 1 <= self.num_draft_tokens <= self.vocab_size:
@@ -109,7 +109,7 @@ class Eagle3HeadConfig(SpecialistHeadConfig):
                 f"{self.draft_vocab_size}."
             )
         if self.norm_before_fc and self.fc_norm:
-            raise ValueError("`norm_before_fc` and `fc_norm` are two ways to norm the levels; set one of them.")
+            raise ValueError("`norm_before_fc` and `fc_norm` are alternatives; set only one of them.")
 
     def validate_specialists(self) -> None:
         """EAGLE-3: one layer serves every draft position."""
@@ -194,7 +194,7 @@ class Eagle3Head(SpecialistHead):
             levels = _levels_of(target)
         if levels is None:
             raise RuntimeError(
-                "these draft heads read the usual levels of their target, which depend on its depth; call "
+                "the hidden states that these draft heads read depend on the number of layers of their target; call "
                 "`heads.bind(target)` first."
             )
         return tuple(levels)
@@ -218,7 +218,7 @@ class Eagle3Head(SpecialistHead):
         if len(d2t) != self.config.num_draft_tokens:
             raise ValueError(
                 f"these heads draft over {self.config.num_draft_tokens} tokens, got {len(d2t)} token ids; make heads "
-                "with `draft_vocab_size` that many."
+                "whose `draft_vocab_size` is the number of token ids."
             )
         if self.trained_vocabulary is not None:
             self.d2t.copy_(d2t)
@@ -244,14 +244,15 @@ class Eagle3Head(SpecialistHead):
         if levels is None or max(levels) > config.num_hidden_layers:
             wanted = "2, N // 2 and N - 3 (ascending)" if levels is None else f"{list(levels)}"
             raise WrongTargetError(
-                f"these {self.config.method} heads read the hidden states {wanted} of their target, and this one has "
-                f"{config.num_hidden_layers} layers; load heads trained for this target, or, if these were, set "
-                "`heads.config.feature_layers`."
+                f"these {self.config.method} heads read the hidden states {wanted} of their target, but this one has "
+                f"{config.num_hidden_layers} layers; load heads trained for this target, or set "
+                "`heads.config.feature_layers` if these heads were trained for it."
             )
         if config.hidden_size != self.config.feature_size:
             raise WrongTargetError(
-                f"these {self.config.method} heads read hidden states of width {self.config.feature_size}, and the "
-                f"target's have {config.hidden_size}; EAGLE heads read what its `lm_head` reads instead."
+                f"these {self.config.method} heads read hidden states of width {self.config.feature_size}, but those "
+                f"of this target have width {config.hidden_size}; use EAGLE heads, which read the input of its "
+                "`lm_head` instead."
             )
 
     # ------------------------------------------------------------------ rows, states, logits
@@ -346,8 +347,8 @@ class Eagle3Head(SpecialistHead):
         """
         if self.config.feature_layers is None:
             raise ValueError(
-                "the usual levels 2, N // 2 and N - 3 need a target of at least 7 layers, and this one has "
-                f"{target.config.get_text_config(decoder=True).num_hidden_layers}; name others, e.g. "
+                "the default hidden states 2, N // 2 and N - 3 need a target of at least 7 layers, but this one has "
+                f"{target.config.get_text_config(decoder=True).num_hidden_layers}; choose others, e.g. "
                 "feature_layers=(0, 1, -1)."
             )
         if draft_token_ids is not None:
@@ -382,6 +383,6 @@ class Eagle3Head(SpecialistHead):
             d2t, _ = mapping_of(draft_token_ids, self.config.vocab_size)
             if not torch.equal(d2t, self.d2t.cpu()):
                 raise WarmStartError(
-                    "`draft_token_ids` are other tokens than those the heads to start from draft; leave them out, "
-                    "they are taken from `from_heads`."
+                    "`draft_token_ids` differ from the draft vocabulary of `from_heads`; leave them out, so that they "
+                    "are taken from `from_heads`."
                 )

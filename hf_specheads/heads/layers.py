@@ -159,7 +159,7 @@ def validate_layer(config: DraftHeadConfig) -> None:
     if config.head_dim % 2:
         raise ValueError(f"`head_dim` must be even for rotary positions, got {config.head_dim}.")
     if config.hidden_act not in ACT2FN:
-        raise ValueError(f"`hidden_act` must be an activation transformers knows, got {config.hidden_act!r}.")
+        raise ValueError(f"`hidden_act` must be an activation that transformers knows, got {config.hidden_act!r}.")
     rope_type = (config.rope_parameters or {}).get("rope_type", "default")
     if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
         raise ValueError(f"`rope_type` must be 'default' or one of {sorted(ROPE_INIT_FUNCTIONS)}, got {rope_type!r}.")

@@ -58,7 +58,7 @@ class LookupHeadConfig(DraftHeadConfig):
         super().validate_architecture()
         if not 1 <= self.shortest_ngram <= self.longest_ngram <= 64:
             raise ValueError(
-                "`shortest_ngram` must be at least 1, and `longest_ngram` from there to 64, got "
+                "`shortest_ngram` must be at least 1, and `longest_ngram` between `shortest_ngram` and 64, got "
                 f"{self.shortest_ngram} and {self.longest_ngram}."
             )
 
@@ -78,7 +78,7 @@ class TextCache(DraftCache):
     def text(self) -> torch.Tensor:
         """int64 [B, C], tokens in all visible slots; those after the root are meaningless."""
         if self.token_ids is None:
-            raise RuntimeError("no text yet; `start_draft` takes it in.")
+            raise RuntimeError("this cache holds no text yet; call `start_draft` first.")
         return self.token_ids[:, : self.shown()[1]]
 
     def take_in(self, token_ids: torch.Tensor) -> None:
@@ -164,8 +164,8 @@ class LookupHead(DraftHead):
         if self.config.vocab_size != theirs:
             name = target.config.name_or_path or type(target).__name__
             raise WrongTargetError(
-                f"these lookup heads draft tokens of a vocabulary of {self.config.vocab_size}, and {name!r} has "
-                f"{theirs}; make them for it, `AutoDraftHead.from_target(target, 'lookup')`."
+                f"these lookup heads have a vocabulary of {self.config.vocab_size} tokens, but {name!r} has "
+                f"{theirs}; make new ones with `AutoDraftHead.from_target(target, 'lookup')`."
             )
 
     @property

@@ -78,7 +78,7 @@ class MtpHead(DraftHead):
             decoder = model(described).get_decoder()
             blocks, norm, self.rotary_emb = decoder.layers, decoder.norm, decoder.rotary_emb
         except (AttributeError, KeyError, TypeError, AssertionError) as error:
-            raise ValueError(f"`layer_config` describes layers that cannot be taken by themselves: {error}") from error
+            raise ValueError(f"`layer_config` describes layers that cannot be used by themselves: {error}") from error
         # Without rope there is no `rotary_emb`; with several types of layers, it must be told the type.
         self._rotary_options = {} if self.rotary_emb is None else rotary_options(self.rotary_emb)
         self.layers = nn.ModuleList(MtpLayer(config, block, norm) for block in blocks)
@@ -97,8 +97,8 @@ class MtpHead(DraftHead):
         target = config.target or {}
         if not (source := target.get("name")):
             raise HeadConfigError(
-                "these MTP heads are their target's own layers, and their config does not say which target's; load "
-                "them with load_heads(TARGET, method='mtp')."
+                "these MTP heads are layers of their target, but their config does not name the target; load them "
+                "with load_heads(TARGET, method='mtp')."
             )
         return native_tensors(config, source, **{**hub, "revision": target.get("revision")})
 
@@ -117,7 +117,7 @@ class MtpHead(DraftHead):
         if not (source := target.config.name_or_path):
             raise HeadLoadError(
                 "this target was not loaded from a checkpoint, so there are no MTP layers to take; load it with "
-                "from_pretrained, or make fresh ones to train, `from_target(target, 'mtp', native=False)`."
+                "from_pretrained, or call `from_target(target, 'mtp', native=False)` for fresh ones to train."
             )
         refuse_layers_of(target.config)
         tensors = native_tensors(self.config, source, revision=getattr(target.config, "_commit_hash", None))
@@ -182,8 +182,8 @@ class MtpHead(DraftHead):
         """
         if self.compiled and self.config.num_mtp_layers > 1:
             raise UnsupportedGenerationError(
-                "MTP heads of two layers do not draft in compiled rounds; set `heads.compiled = False`, or load them "
-                "with num_mtp_layers=1."
+                "MTP heads with two layers cannot draft in compiled rounds; set `heads.compiled = False`, or load "
+                "them with num_mtp_layers=1."
             )
         return MtpCache(self.config.num_mtp_layers)
 

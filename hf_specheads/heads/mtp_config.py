@@ -55,8 +55,8 @@ class MtpHeadConfig(DraftHeadConfig):
         super().validate_architecture()
         if not 1 <= self.num_mtp_layers <= MOST_LAYERS:
             raise ValueError(
-                f"`num_mtp_layers` must be 1 or {MOST_LAYERS}, got {self.num_mtp_layers}; of a target with more, pass "
-                f"num_mtp_layers={MOST_LAYERS} to use the first ones."
+                f"`num_mtp_layers` must be 1 or {MOST_LAYERS}, got {self.num_mtp_layers}; for a target with more, "
+                f"pass num_mtp_layers={MOST_LAYERS} to use the first ones."
             )
         if self.hidden_size != self.feature_size:
             raise ValueError(
@@ -74,9 +74,12 @@ class MtpHeadConfig(DraftHeadConfig):
         try:
             config = AutoConfig.for_model(fields.pop("model_type", None), **fields)
         except (KeyError, ValueError, AttributeError, TypeError, ArithmeticError, StrictDataclassError) as error:
-            raise ValueError(f"`layer_config` is no config of a model transformers knows: {error}") from error
+            raise ValueError(f"`layer_config` is not a model config that transformers knows: {error}") from error
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ValueError(f"`layer_config` has model_type={config.model_type!r}, which is no language model's.")
+            raise ValueError(
+                f"`layer_config` has model_type={config.model_type!r}, for which transformers has no causal language "
+                "model."
+            )
         config.num_hidden_layers = self.num_mtp_layers
         kinds = {"layer_types": ["full_attention"], "mlp_layer_types": ["sparse"], "indexer_types": ["full"]}
         for name, value in kinds.items():
@@ -140,7 +143,7 @@ def _try_out(layer: nn.Module, rotary: nn.Module | None, width: int) -> None:
         raise ValueError(str(error)) from error
     outputs = outputs[0] if isinstance(outputs, tuple) else outputs
     if outputs.shape != row.shape:
-        raise ValueError(f"it makes {list(outputs.shape)} of rows {list(row.shape)}")
+        raise ValueError(f"a layer's output has shape {list(outputs.shape)} for input of shape {list(row.shape)}")
 
 
 def rotary_options(rotary: nn.Module) -> dict[str, Any]:
@@ -157,7 +160,8 @@ def refuse_layers_of(config: PreTrainedConfig) -> None:
     if (problem := layer_problem(layer_config_of(config))) is not None:
         raise HeadConfigError(
             f"the layers of this target (model_type={config.model_type!r}) cannot draft by themselves: {problem} "
-            "Train fresh heads for it, AutoDraftHead.from_target(target, 'mtp', native=False) or another method."
+            "Train fresh heads for it, made with AutoDraftHead.from_target(target, 'mtp', native=False), or heads of "
+            "another method."
         )
 
 

@@ -69,7 +69,10 @@ class PEagleHeadConfig(Eagle3HeadConfig):
         if not 1 <= self.num_hidden_layers <= 64:
             raise ValueError(f"`num_hidden_layers` must be between 1 and 64, got {self.num_hidden_layers}.")
         if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(f"`mask_token_id` must be one of {self.vocab_size} tokens, got {self.mask_token_id}.")
+            raise ValueError(
+                f"`mask_token_id` must be at least 0 and less than `vocab_size` ({self.vocab_size}), got "
+                f"{self.mask_token_id}."
+            )
 
 
 class PEagleHead(Eagle3Head):

@@ -58,8 +58,8 @@ class Placement:
         module = cast(PreTrainedModel, heads)
         if heads.device.type == "meta":
             raise UnsupportedGenerationError(
-                f"these {heads.config.method} heads are on the meta device, where tensors hold no numbers; load them "
-                "with `load_heads` and no `device_map` of 'meta', and do not move them there."
+                f"these {heads.config.method} heads are on the meta device, where tensors have no values; load them "
+                "with `load_heads`, without setting `device_map` to 'meta', and do not move them to that device."
             )
         device = borrowed.device if self.device else heads.device
         dtype = target.dtype if self.dtype and not getattr(heads, "is_quantized", False) else heads.dtype

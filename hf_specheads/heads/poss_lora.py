@@ -71,7 +71,7 @@ class PossLoraHeadConfig(PossHeadConfig):
         if self.specialist_rank > self.hidden_size:
             raise ValueError(
                 f"`specialist_rank` ({self.specialist_rank}) must not exceed `hidden_size` ({self.hidden_size}); "
-                "full specialists (method 'poss') are smaller than such adapters."
+                "full specialists (method 'poss') are smaller than adapters of that rank."
             )
 
 

@@ -157,7 +157,7 @@ class PrunableVocabulary(DraftingContract, nn.Module):
             if bool((unknown := torch.ne(trained[ids], token_ids)).any()):
                 raise WrongTargetError(
                     f"these {self.config.method} heads are pruned to tokens that they cannot draft for this target, "
-                    f"e.g. {int(token_ids[unknown][0])}; prune them again, `heads.prune_draft_vocabulary(...)`."
+                    f"e.g. {int(token_ids[unknown][0])}; prune them again with `heads.prune_draft_vocabulary(...)`."
                 )
         like = next(self.parameters()) if own else self._features_like(ids)
         width = self.config.hidden_size if own else self.config.feature_size

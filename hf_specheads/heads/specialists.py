@@ -352,6 +352,6 @@ class SpecialistHead(DraftHead):
             self.load_state_dict(weights | self.layers_from(cast(SpecialistHead, source)))
         except RuntimeError as error:
             raise WarmStartError(
-                f"the heads to start from do not fit the new ones; leave sizes and biases out, they are taken from "
-                f"`from_heads`, or drop `from_heads`. {error}"
+                f"the weights of `from_heads` do not fit the new heads; leave out the sizes and biases, so that they "
+                f"are taken from `from_heads`, or drop `from_heads`. {error}"
             ) from error

@@ -138,7 +138,7 @@ def write_repository(
 def refuse_unknown_facts(card: dict[str, Any]) -> None:
     """Refuses facts that model cards do not have."""
     if unknown := sorted(set(card) - CARD_ARGUMENTS):
-        raise ValueError(f"unknown fact(s) {unknown} for the model card; known are {sorted(CARD_ARGUMENTS)}.")
+        raise ValueError(f"unknown fact(s) {unknown} for the model card; known facts: {sorted(CARD_ARGUMENTS)}.")
 
 
 def save_with_facts(

@@ -103,7 +103,7 @@ def load_adapter(target: PreTrainedModel, folder: Path) -> None:
     _refuse_adapters(target)
     if strange := [key for key, size in _saved(folder).items() if not _fits(target, key, size.shape)]:
         raise HeadLoadError(
-            f"the adapter in {folder} is another target's: {type(target).__name__} has no layer of such sizes for "
+            f"the adapter in {folder} belongs to another target: {type(target).__name__} has no layer that fits "
             f"{strange[0]!r}; load the target it was trained on."
         )
     config = LoraConfig.from_pretrained(str(folder))
@@ -133,7 +133,7 @@ def _state_dict(target: PreTrainedModel) -> dict[str, torch.Tensor]:
 def _refuse_adapters(target: PreTrainedModel) -> None:
     if has_adapters(target):
         raise ValueError(
-            "the target has LoRA adapters already; merge them into its weights first, or load the target anew."
+            "the target has LoRA adapters already; merge them into its weights first, or load the target without them."
         )
 
 
@@ -161,7 +161,9 @@ def restore_adapter(target: PreTrainedModel, folder: Path) -> None:
     weights = _saved(folder)
     expected = _state_dict(target)
     if {key: value.shape for key, value in weights.items()} != {key: value.shape for key, value in expected.items()}:
-        raise HeadLoadError(f"the adapter in {folder} has other sizes than the target's; train with its rank.")
+        raise HeadLoadError(
+            f"the adapter in {folder} differs in size from the target's adapter; train with the rank of the saved one."
+        )
     set_peft_model_state_dict(target, weights, adapter_name=ADAPTER_NAME)
 
 

@@ -79,7 +79,8 @@ def _qwen_name(rest: str) -> str | None:
     layer = re.fullmatch(r"layers\.(\d+)\.(.+)", rest)
     if layer is None or layer[1] != "0":
         raise UnknownFormatError(
-            f"the checkpoint has a tensor mtp.{rest}, and MTP of Qwen's layout is read with one layer, `mtp.layers.0`."
+            f"the checkpoint has a tensor mtp.{rest}, but only one layer of MTP in Qwen's layout can be read, "
+            "`mtp.layers.0`."
         )
     return f"layers.0.block.{layer[2]}"
 
@@ -149,7 +150,7 @@ def read_mtp(source: str | os.PathLike[str], num_layers: int, **hub: Any) -> dic
             places = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CorruptCheckpointError(
-                f"{index} is no index of weight files: {error}; download it again."
+                f"{index} is not an index of weight files: {error}; download it again."
             ) from error
         files = sorted({str(file) for key, file in places.items() if our_name(key, num_layers) is not None})
     tensors: dict[str, torch.Tensor] = {}
@@ -160,8 +161,8 @@ def read_mtp(source: str | os.PathLike[str], num_layers: int, **hub: Any) -> dic
         tensors |= _read(path, num_layers)
     if not tensors:
         raise HeadLoadError(
-            f"{str(source)!r} has no MTP layers: no `mtp.*` tensors and none of a layer past its {num_layers}. Copies "
-            "of targets often leave them out; take the original repository."
+            f"{str(source)!r} has no MTP layers: neither `mtp.*` tensors nor a layer beyond its {num_layers}. Copies "
+            "of targets often lack them; use the original repository."
         )
     return joined_experts(tensors)
 
@@ -175,7 +176,7 @@ def _finder(source: str | os.PathLike[str], hub: dict[str, Any]) -> Callable[[st
             return cached_file(str(source), file, _raise_exceptions_for_missing_entries=False, **hub)
         except OSError as error:
             reason = str(error).strip().partition("\n")[0]
-            raise HeadLoadError(f"{str(source)!r} is no folder, and {file} cannot be fetched: {reason}") from error
+            raise HeadLoadError(f"{str(source)!r} is not a folder, and {file} cannot be fetched: {reason}") from error
 
     return find
 
@@ -189,7 +190,7 @@ def _read(path: str, num_layers: int) -> dict[str, torch.Tensor]:
                 found[name] = file.get_tensor(key)
     except (SafetensorError, OSError) as error:
         raise CorruptCheckpointError(
-            f"{path} is truncated or no safetensors file: {error}; download it again."
+            f"{path} is truncated or not a safetensors file: {error}; download it again."
         ) from error
     for key, tensor in found.items():
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):

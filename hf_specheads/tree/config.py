@@ -102,15 +102,15 @@ class DraftTreeConfig:
             )
         if self.kind == "dynamic":
             raise ValueError(
-                "a dynamic tree keeps the most probable of the drawn children, which biases sampled ones; use "
+                "a dynamic tree keeps the most probable of the drawn children, which would bias sampling; use "
                 "children='top_k', or kind='chain', 'static' or 'optimal'."
             )
         choices = self.choices or ()
         for path in choices:
             if path[-1] and (*path[:-1], path[-1] - 1) not in choices:
                 raise ValueError(
-                    f"with sampled children the ranks of siblings must be 0, 1, 2, ... without gaps, and {list(path)} "
-                    "has no elder sibling in `choices`."
+                    "with sampled children the ranks of siblings must be 0, 1, 2, ... without gaps, but `choices` "
+                    f"lacks the sibling before {list(path)}; add it."
                 )
 
     @property
@@ -152,7 +152,7 @@ class DraftTreeConfig:
         """
         known = {field.name for field in dataclasses.fields(self)}
         if unknown := sorted(set(changes) - known):
-            raise ValueError(f"unknown draft tree option(s) {unknown}; known are {sorted(known)}.")
+            raise ValueError(f"unknown draft tree option(s) {unknown}; known options: {sorted(known)}.")
         if changes.get("kind", self.kind) not in ("static", "optimal"):
             changes = {"choices": None, **changes}
         return dataclasses.replace(self, **changes)

@@ -23,7 +23,7 @@ def graft_path(tree: DraftTree, path: torch.Tensor, nodes: int) -> DraftTree:
         ValueError: if the path may be too short, or the children of the tree were drawn.
     """
     if tree.sampled is not None:
-        raise ValueError("a path cannot be grafted into a tree of drawn children; draw none, children='top_k'.")
+        raise ValueError("a path cannot be grafted into a tree of drawn children; use children='top_k'.")
     if path.shape[1] < nodes + tree.max_depth:
         raise ValueError(
             f"{nodes} new nodes in a tree of depth {tree.max_depth} need a path of {nodes + tree.max_depth} tokens, "

@@ -244,7 +244,10 @@ def replay_dynamic(record: RecordedDrafts, depth: int, top_k: int) -> ReplayedDy
         ValueError: if the record is not deep or wide enough.
     """
     if depth > record.depth or top_k > record.top_k:
-        raise ValueError(f"the record has depth {record.depth} and top_k {record.top_k}, asked for {depth}, {top_k}.")
+        raise ValueError(
+            f"the record has depth {record.depth} and top_k {record.top_k}, which is too small for depth {depth} and "
+            f"top_k {top_k}."
+        )
     if record.independent:
         return _replay_best_first(record, depth, top_k)
     width, places = record.top_k, len(record.true_ranks)

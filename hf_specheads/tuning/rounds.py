@@ -122,7 +122,8 @@ def _collected(seconds: dict[tuple, list[tuple[float, float, float]]]) -> TimedR
             drafts.setdefault((top_k, depth), []).append(draft)
     if not others:
         raise ValueError(
-            "no round drafted anything on these prompts, so nothing can be timed; give prompts like those to come."
+            "no round drafted anything on these prompts, so nothing can be timed; give prompts like those that the "
+            "heads will be used on."
         )
     for (chain, nodes), values in targets.items():
         (found.chain_target if chain else found.tree_target)[nodes] = statistics.median(values)

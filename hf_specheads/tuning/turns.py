@@ -51,7 +51,7 @@ def take_turns(
         ValueError: if there are no prompts.
     """
     if not prompts:
-        raise ValueError("sides take turns on prompts: expected at least one prompt, got none.")
+        raise ValueError("expected at least one prompt, got none.")
     names = list(sides)
     for side in bar(names, f"{what}: first calls"):
         if warm_up is None:

@@ -70,7 +70,7 @@ def test_trees_of_all_rounds_can_be_drawn(models: Models) -> None:
         picture = round_picture(state.last.rounds, number, models)
         assert ("<svg" in picture) == one.drafted
         assert (f"Round {number}:" in round_words(state.last.rounds, number)) == one.drafted
-    assert "will be here" in round_picture(state.last.rounds, 999, models)
+    assert "will be shown here" in round_picture(state.last.rounds, 999, models)
 
 
 def test_html_tells_positions_and_escapes(models: Models) -> None:
@@ -176,7 +176,13 @@ def test_the_doctors_page(models: Models) -> None:
     found = diagnose(models.target, models.unbound_heads("poss"), prompts, max_new_tokens=8, speed=False,
                      tokenizer=models.tokenizer)  # fmt: skip
     html = diagnosis_html(found)
-    for words in ("Where it is lost", "teacher-forced position 1", "as it is", "2 texts", "By group of tokens"):
+    for words in (
+        "Where acceptance is lost",
+        "teacher-forced position 1",
+        "current settings",
+        "2 texts",
+        "By group of tokens",
+    ):
         assert words in html
     with pytest.raises(ValueError, match="at least one"):
         split_prompts("\n---\n  \n")

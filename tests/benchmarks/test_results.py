@@ -138,7 +138,7 @@ def test_the_hash_is_of_what_numbers_depend_on(tmp_path, monkeypatch):
 def test_a_result_belongs_to_the_measurement_it_is_named_after():
     for name, module in (("round", "round"), ("round_shape", "round"), ("assistant/speedup", "speedup")):
         assert runner.measurement_of(name) is runner.MEASUREMENTS[module]
-    with pytest.raises(ValueError, match="'speed_up' is the result of no measurement"):
+    with pytest.raises(ValueError, match="'speed_up' is not the result of a measurement"):
         runner.measurement_of("speed_up")
 
 
@@ -165,13 +165,16 @@ def test_keys_of_values_may_hold_spaces_and_dots():
     ("text", "message"),
     [
         ("<!-- results:stream -->\n", "needs a following"),
-        ("<!-- results:nonsense -->\n<!-- /results:nonsense -->\n", r"unknown results \['nonsense'\], expected some"),
+        (
+            "<!-- results:nonsense -->\n<!-- /results:nonsense -->\n",
+            r"unknown results \['nonsense'\], expected one",
+        ),
         ("<!-- value:stream.max_batch -->9\n", "needs a following <!-- /value -->"),
         (
             "<!-- value:stream.nothing -->9<!-- /value -->",
-            "nothing that can be shown: .*'nothing', expected one",
+            "does not name a value that can be shown: .*'nothing', expected one",
         ),
-        ("<!-- value:stream.limits -->9<!-- /value -->", "the path ends at list of 2"),
+        ("<!-- value:stream.limits -->9<!-- /value -->", "the path ends at a list of 2 values"),
         ("<!-- value:stream.limits.7 -->9<!-- /value -->", "'7', expected one of \\['0', '1'\\]"),
         ("<!-- value:stream.dtype:.2f -->9<!-- /value -->", "Unknown format code 'f'"),
     ],

@@ -313,7 +313,7 @@ def test_generation_with_and_without_a_part(part, measure_pair, monkeypatch):
     assert all(side["identical"] for side in sides.values())
     assert sides["eagle"]["gain"]["low"] <= sides["eagle"]["gain"]["mean"] <= sides["eagle"]["gain"]["high"]
     assert [name for name, side in sides.items() if "gain" in side] == ["eagle"]
-    assert "with over without" in MEASUREMENTS[part].table(result)
+    assert "speed with / without" in MEASUREMENTS[part].table(result)
     if part == "few_rows":
         assert list(result["forwards"]) == ["2", "5"] and "plain steps" in few_rows.table(result)
         assert all(one["gain"]["low"] > 0 and one["plain step"] > 0 for one in result["forwards"].values())
@@ -332,4 +332,4 @@ def test_draws_compares_rounds_that_draw_from_few_with_those_that_draw_from_all(
     assert list(sides) == ["plain generate", "eagle", "eagle, from the whole vocabulary"]
     assert set(few) == {True, False}
     assert all(0 < side["accept_share"] < 1 for name, side in sides.items() if name != "plain generate")
-    assert "accepting, ms a round" in draws.table(result)
+    assert "accepting, ms per round" in draws.table(result)

@@ -83,7 +83,7 @@ def test_the_default_against_the_grid(measure_pair, monkeypatch, tmp_path):
 
 
 def test_no_batch_of_such_prompts(measure_pair):
-    with pytest.raises(ValueError, match="no batch of 2 with 100 tokens"):
+    with pytest.raises(ValueError, match="do not fill a batch of 2 with 100 tokens"):
         measure_pair("default", ["eagle"], "--batch_sizes", "2", "--contexts", "100")
 
 

@@ -87,7 +87,7 @@ def test_a_damaged_copy_does_not_make_another_kind_of_heads(name: str, tmp_path:
     keys = {"hydra": "hydra_mlp.1.2.linear.bias", "hydra-plus": "hydra_mlp.1.5.linear.bias"}
     key = keys.get(name, "1.1.linear.bias")
     tensors[key][3] += 1
-    with pytest.raises(CheckpointValueError, match="copies of one block, or all different"):
+    with pytest.raises(CheckpointValueError, match="repeat either all blocks or none"):
         load_heads(LAYOUTS[name].write(tmp_path, files))
 
 

@@ -150,7 +150,7 @@ def test_poss_heads_become_their_specialist_0(tmp_path: Path, method: str, to: s
     assert first.keys() == found.keys() and all(torch.equal(first[key], found[key]) for key in first)
     shared = {key: value for key, value in heads.state_dict().items() if not key.startswith("layers.")}
     assert all(torch.equal(again.state_dict()[key], value) for key, value in shared.items())
-    assert any("specialist 0 of 2 only" in note and "positions 1 to 2" in note for note in exported.notes)
+    assert any("only specialist 0 of 2" in note and "positions 1 to 2" in note for note in exported.notes)
 
 
 @pytest.mark.parametrize("method", ["poss", "poss-lora"])

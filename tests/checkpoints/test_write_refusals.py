@@ -31,9 +31,9 @@ OTHER_WIDTH = {"own_embedding": True, "hidden_size": 24, "head_dim": 8}
         ("eagle", {"mlp_bias": True}, "sglang", r"biases in their MLP"),
         ("eagle", {"mlp_bias": True}, "eagle", r"--to vllm"),
         ("eagle", {"attention_out_bias": True}, "eagle", r"biases of `o_proj`"),
-        ("eagle", {"head_dim": 4}, "eagle", r"4 of 4 at hidden_size=32"),
-        ("eagle", {"fc_bias": False, "hidden_act": "gelu"}, "vllm", r"'gelu'.*'silu' only"),
-        ("eagle", {"hidden_act": "gelu"}, "sglang", r"'gelu'.*'silu' only"),
+        ("eagle", {"head_dim": 4}, "eagle", r"4 of width 4 at hidden_size=32"),
+        ("eagle", {"fc_bias": False, "hidden_act": "gelu"}, "vllm", r"'gelu'.*only 'silu'"),
+        ("eagle", {"hidden_act": "gelu"}, "sglang", r"'gelu'.*only 'silu'"),
         ("eagle", {"rope_parameters": SCALED_ROPES["dynamic"]}, "sglang", r"rope 'dynamic'"),
         ("eagle", {"rope_parameters": SCALED_ROPES["llama3"]}, "eagle", r"rope 'llama3'"),
         ("eagle3", {"norm_before_residual": True}, "sglang", r"norm_before_residual=True.*--to vllm"),
@@ -44,9 +44,9 @@ OTHER_WIDTH = {"own_embedding": True, "hidden_size": 24, "head_dim": 8}
         ("eagle3", {"qk_norm": True, "mlp_bias": True}, "vllm", r"MLP and norms of queries"),
         ("eagle3", {"qk_norm": True, "mlp_bias": True}, "speculators", r"MLP and norms of queries"),
         ("eagle3", {"feature_layers": (1, 3, 4)}, "eagle", r"\[1, 3, 4\].*2, N // 2 and N - 3 of N=8"),
-        ("eagle3", {"feature_layers": (2, 4, -1)}, "vllm", r"enter a layer only.*final norm"),
+        ("eagle3", {"feature_layers": (2, 4, -1)}, "vllm", r"only those that enter a layer.*final norm"),
         ("eagle3", {"feature_layers": (2, 4, 8)}, "sglang", r"0 to 8 - 1"),
-        ("eagle3", OTHER_WIDTH, "speculators", r"24 wide and their target 32"),
+        ("eagle3", OTHER_WIDTH, "speculators", r"24 wide and their target is 32 wide"),
         ("eagle3", {"hidden_size": 24, "own_embedding": False}, "vllm", r"embeddings of width 32"),
         ("medusa", {"lm_head": "target"}, "vllm-medusa", r"share the target's `lm_head`.*lm_head='own'"),
         ("hydra", {"lm_head": "target"}, "hydra", r"share the target's `lm_head`.*lm_head='own'"),
@@ -154,7 +154,7 @@ def test_a_bias_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     s[-1] = 0
     overflowing.fc.weight[:, :32] = (u @ torch.diag(s) @ v).half()
     overflowing.fc.bias.mul_(200)
-    with pytest.raises(ExportError, match=r"leaves [0-9.]+% of the drafted tokens the same, below 95%"):
+    with pytest.raises(ExportError, match=r"only [0-9.]+% of the drafted tokens stay the same, below 95%"):
         export_heads(overflowing, tmp_path / "heads", to="vllm", target=target)
     with pytest.raises(WrongTargetError):
         export_heads(scrambled_heads(deep_target(), "eagle"), tmp_path / "heads", to="vllm", target=other_target())
@@ -168,8 +168,8 @@ def other_target() -> Any:
 
 @pytest.mark.parametrize(
     ("method", "name", "words"),
-    [("eagle", "heads", "reads no method"), ("eagle", "my-eagle3", "reads the method 'eagle3'"),
-     ("eagle", "Eagle-heads", None), ("eagle3", "eagle-heads/eagle3", "reads the method 'eagle'"),
+    [("eagle", "heads", "infers no method"), ("eagle", "my-eagle3", "infers the method 'eagle3'"),
+     ("eagle", "Eagle-heads", None), ("eagle3", "eagle-heads/eagle3", "infers the method 'eagle'"),
      ("eagle3", "my-EAGLE3", None)],
 )  # fmt: skip
 def test_the_method_that_vllm_reads_off_the_path(method: str, name: str, words: str | None) -> None:

@@ -207,7 +207,7 @@ def test_other_families_and_other_media(monkeypatch):
     del video["pixel_values"], video["image_grid_thw"]
     video["mm_token_type_ids"] = 2 * video["mm_token_type_ids"]
     refused(target, video, r"mm_encoder_outputs|pixel_values_videos")
-    refused(target, inputs, "own loop", loop="transformers")
+    refused(target, inputs, "with `heads.loop = 'own'`", loop="transformers")
     monkeypatch.setattr(images, "IMAGES_SERVED", frozenset())
     refused(target, inputs, "do not serve prompts of Qwen2_5_VL")
 

@@ -194,7 +194,7 @@ def test_env(capsys: pytest.CaptureFixture) -> None:
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["torch"] == torch.__version__
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "processors alone"
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     assert built in facts["torch build"] or torch.version.hip or torch.version.xpu
     assert main(["env", "--json", "--devices"]) == 0
     asked = json.loads(capsys.readouterr().out)
@@ -205,7 +205,7 @@ def test_env(capsys: pytest.CaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("script", "said"),
     [("echo 'GPU of 80 GB'; echo 'another one'", "GPU of 80 GB, another one"),
-     ("exit 9", "not known: nvidia-smi fails"), (None, "none (there is no nvidia-smi here)")],
+     ("exit 9", "not known: nvidia-smi fails"), (None, "none (nvidia-smi was not found)")],
 )  # fmt: skip
 def test_env_lists_what_nvidia_smi_does(
     script: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -338,7 +338,7 @@ def test_bench_has_the_names_others_use(pair: Path, capsys: pytest.CaptureFixtur
     assert found["tau_difference"]["low"] <= 0 <= found["tau_difference"]["high"]
     assert main(["bench", *models(pair), *options]) == 0
     printed = capsys.readouterr().out
-    assert "TTFT ms" in printed and "accepted down to position" in printed and "own/b  tau" in printed
+    assert "TTFT ms" in printed and "accepted up to position" in printed and "own/b  tau" in printed
 
 
 def test_bench_wants_prompts_or_a_suite(pair: Path, capsys: pytest.CaptureFixture) -> None:

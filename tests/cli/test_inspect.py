@@ -59,7 +59,7 @@ def test_headers_tell_what_loading_tells(name: str, tmp_path: Path, capsys: pyte
     assert facts["load_heads_needs"] == [f"{argument}=..." for argument in needed]
     known = hasattr(heads.config, "positions_per_specialist") and not layout.arguments
     assert (facts["positions_per_specialist"] is not None) == known
-    assert "open without --check" in facts["checked"]
+    assert "only with --check" in facts["checked"]
 
 
 def test_no_weight_is_read(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -88,7 +88,7 @@ def test_a_glance_tells_what_a_closer_look_tells(method: str, tmp_path: Path) ->
     assert glance is not None
     told, looked = describe_glance(glance), json.loads(json.dumps(describe_look(look)))
     assert told | {"checked": ""} == looked | {"checked": ""}
-    assert list(told) == list(looked) and "open without --check" in told["checked"]
+    assert list(told) == list(looked) and "only with --check" in told["checked"]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_repositories_that_cannot_be_looked_at(tmp_path: Path, hub: HubEndpoint)
     assert '"method": "eagle"' in over_http(hub, private, "--json")
     (tmp_path / "model.safetensors").write_bytes(b"<!doctype html>" * 10)
     (broken := hub.new_name(), hub.publish(broken, tmp_path))
-    assert "no safetensors file" in over_http(hub, broken, code=2)
+    assert "not a safetensors file" in over_http(hub, broken, code=2)
 
 
 def test_a_hub_that_fails(tmp_path: Path, hub: HubEndpoint) -> None:

@@ -54,10 +54,10 @@ def test_prompt_files(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_text('{"text": "x"}', encoding="utf-8-sig")
     assert read_prompts([tmp_path / "d.jsonl"]) == ["x"]
     (tmp_path / "e.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"e\.txt is no text in UTF-8"):
+    with pytest.raises(ValueError, match=r"e\.txt is not a text in UTF-8"):
         read_prompts([tmp_path / "e.txt"])
     (tmp_path / "f.json").write_text('[{"prompt": "a"}, {"prompt": "b"}]')
-    with pytest.raises(ValueError, match=r"f\.json would be one prompt as it is"):
+    with pytest.raises(ValueError, match=r"f\.json would be read as one prompt"):
         read_prompts([tmp_path / "f.json"])
 
 
@@ -74,10 +74,10 @@ def test_chats_are_asked_as_their_rows_say(rows: Path, tokenizer: PreTrainedToke
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"messages": []}, "nobody asks anything"),
-        ({"messages": [{"role": "assistant", "content": "w20"}]}, "nobody asks anything"),
-        ({"messages": [{"from": "human", "value": "w5"}]}, "is no chat: every message needs a `role`"),
-        ({"messages": [USER], "tools": "w8"}, "is no chat: `tools` are neither a list nor JSON"),
+        ({"messages": []}, "a chat without a message to answer"),
+        ({"messages": [{"role": "assistant", "content": "w20"}]}, "a chat without a message to answer"),
+        ({"messages": [{"from": "human", "value": "w5"}]}, "is not a chat: every message needs a `role`"),
+        ({"messages": [USER], "tools": "w8"}, "is not a chat: `tools` are neither a list nor JSON"),
     ],
 )
 def test_what_is_no_chat(row: dict, words: str, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_prompts_are_utf_8_whatever_the_locale(monkeypatch) -> None:
 def test_a_folder_instead_of_a_file(pair: Path, capsys: pytest.CaptureFixture) -> None:
     models = ["--target", str(pair / "target"), "--heads", str(pair / "eagle")]
     assert main(["eval", *models, "--prompts", str(pair)]) == 2
-    assert f"{str(pair)!r} is a folder, and a file was expected" in said(capsys)
+    assert f"{str(pair)!r} is a folder, but a file was expected" in said(capsys)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_impossible_names_of_repositories_are_refused_before_anything_is_written
     for name in ("impossible name!", "a/b/c", "org/-name"):
         assert main(["push", str(pair / "eagle"), name, "--to-folder", str(tmp_path / "out")]) == 2
         line = said(capsys)
-        assert f"{name!r} cannot be a repository" in line and "OWNER/NAME" in line
+        assert f"{name!r} is not a valid name of a repository" in line and "OWNER/NAME" in line
     assert not (tmp_path / "out").exists()
 
 

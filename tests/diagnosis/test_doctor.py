@@ -143,7 +143,7 @@ def test_another_target(deep, learnt, evidence) -> None:
     heads.config.feature_layers = heads.config.feature_layers[::-1]
     assert _statistics_differ(heads, [evidence]) is None, "the target is the same, whatever is read of it"
     heads.config.feature_statistics["levels"] = [2, 5, 40]
-    assert "trained on hidden state 40, and the target has 8 layers" in _statistics_differ(heads, [evidence])
+    assert "trained on hidden state 40, but the target has 8 layers" in _statistics_differ(heads, [evidence])
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ def test_tune(run: Run, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
 
 def test_diagnose_of_own_heads(run: Run, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     run("diagnose", "--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", 12, "--output", tmp_path / "mended")
-    assert "Where it is lost" in capsys.readouterr().out
+    assert "Where acceptance is lost" in capsys.readouterr().out
 
 
 def test_publish(run: Run, target, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

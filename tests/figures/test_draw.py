@@ -107,7 +107,7 @@ def test_the_page_has_every_picture_and_its_numbers(results, tmp_path: Path) -> 
 
 
 def test_unknown_names_are_refused(results, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"unknown figures \['pie'\]; known are \['pos_acc'"):
+    with pytest.raises(ValueError, match=r"unknown figures \['pie'\]; expected some of \['pos_acc'"):
         draw_figures(results, tmp_path, only=["pie"])
     with pytest.raises(ValueError, match=r"unknown formats \['gif'\]"):
         draw_figures(results, tmp_path, ["gif"])

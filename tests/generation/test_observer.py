@@ -159,5 +159,5 @@ def test_copies_are_watched_as_well_and_nothing_is_saved(tmp_path) -> None:
 def test_the_loop_of_transformers_has_no_observer() -> None:
     heads = random_heads(shared_target(), **CHAIN)
     heads.loop, heads.on_round = "transformers", print
-    with pytest.raises(UnsupportedGenerationError, match="own loop tells nobody"):
+    with pytest.raises(UnsupportedGenerationError, match="own loop does not report its rounds"):
         plain(shared_target(), prompt(), 6, assistant_model=heads)

@@ -211,8 +211,8 @@ def test_what_is_a_request(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("request_", "said"),
-    [("a text", "request 0 is no text"), (torch.ones(2, 3, dtype=torch.long), "of shape \\[2, 3\\]; give one text"),
-     ({"attention_mask": [1]}, "request 0 is no text"), ([], "of shape \\[1, 0\\]")],
+    [("a text", "request 0 is not a text"), (torch.ones(2, 3, dtype=torch.long), "of shape \\[2, 3\\]; give one text"),
+     ({"attention_mask": [1]}, "request 0 is not a text"), ([], "of shape \\[1, 0\\]")],
 )  # fmt: skip
 def test_what_is_none(request_: Any, said: str) -> None:
     target = shared_target("llama")

@@ -188,18 +188,18 @@ def test_ids_count_outputs_of_layers(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "arguments", "words"),
     [
-        ({"block_size": 5, "dflash_config": DFLASH | {"block_size": 4}}, {}, "block_size=5 and.*4"),
+        ({"block_size": 5, "dflash_config": DFLASH | {"block_size": 4}}, {}, "block_size=5, but.*4"),
         ({"dflash_config": {"target_layer_ids": [1, 4]}}, {}, "mask_token_id=None"),
         (
             {"dflash_config": {"mask_token_id": 9}, "num_target_layers": None},
             {},
             "target_layer_ids.*num_target",
         ),
-        ({"dflash_config": DFLASH | {"target_layer_ids": [1]}}, {}, "names 1 hidden states, fc.weight reads 2"),
+        ({"dflash_config": DFLASH | {"target_layer_ids": [1]}}, {}, "names 1 hidden states, but fc.weight reads 2"),
         ({"dflash_config": DFLASH | {"projector_type": "other"}}, {}, "projector_type='other'"),
         ({"layer_types": ["sliding_attention"] * 2, "use_sliding_window": False, "sliding_window": 4}, {}, "sliding"),
         ({"layer_types": ["linear_attention"] * 2}, {}, "layer_types"),
-        ({"target_hidden_size": 64}, {}, "32 wide and the target 64"),
+        ({"target_hidden_size": 64}, {}, "32 wide and the target is 64 wide"),
         ({}, {"anchor_slot": "first"}, "anchor_slot.*idle.*first"),
         ({"architectures": ["Qwen3DSparkModel"]}, {"anchor_slot": "idle"}, "slot of the root is 'drafts'"),
     ],

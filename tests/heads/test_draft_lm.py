@@ -214,7 +214,7 @@ def test_tokens_the_draft_model_does_not_know():
 def test_other_vocabularies_are_refused():
     target = shared_target("llama")
     heads = wrapped("llama", vocab_size=120)
-    with pytest.raises(WrongTargetError, match=r"120 tokens .* 99"):
+    with pytest.raises(WrongTargetError, match=r"120 tokens, but .* 99"):
         plain(target, prompt(), assistant_model=heads)
     with pytest.raises(WrongTargetError, match="tokenizer"):
         DraftLanguageModel.from_model(own_target("llama", vocab_size=120), target=target)
@@ -270,7 +270,7 @@ def test_a_prompt_of_embeddings(target):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"language_model": {"model_type": "nonsense"}}, "model transformers knows"),
+        ({"language_model": {"model_type": "nonsense"}}, "model config that transformers knows"),
         ({"language_model": {"model_type": "t5"}}, "no causal language model"),
         ({"language_model": {"model_type": "llama", "vocab_size": 99}, "num_hidden_layers": 3}, "contradicts"),
         ({"num_hidden_layer": 3}, "unknown option"),

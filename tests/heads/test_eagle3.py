@@ -410,7 +410,7 @@ def test_warm_starts_that_do_not_fit_are_refused(deep) -> None:
     eagle3 = make_heads(deep, draft_token_ids=VOCABULARY)
     with pytest.raises(WarmStartError, match=r"EAGLE-3 heads.*got EagleHead"):
         AutoDraftHead.from_target(deep, "eagle3", from_heads=AutoDraftHead.from_target(deep, "eagle"))
-    with pytest.raises(WarmStartError, match="other tokens"):
+    with pytest.raises(WarmStartError, match="differ from the draft vocabulary of `from_heads`"):
         AutoDraftHead.from_target(deep, "eagle3", from_heads=eagle3, draft_token_ids=range(79))
     with pytest.raises(WarmStartError, match="do not fit"):
         AutoDraftHead.from_target(deep, "eagle3", from_heads=eagle3, draft_vocab_size=99)
@@ -429,7 +429,7 @@ def test_warm_starts_that_do_not_fit_are_refused(deep) -> None:
         ({"draft_token_ids": [1, 1, 2]}, "must ascend, each once"),
         ({"draft_token_ids": [1, 99]}, "token id 99"),
         ({"draft_vocab_size": 100, "draft_token_ids": [1]}, "between 1 and `vocab_size`"),
-        ({"fc_norm": True, "norm_before_fc": True}, "set one of them"),
+        ({"fc_norm": True, "norm_before_fc": True}, "set only one of them"),
         ({"num_specialists": 2}, "poss-eagle3"),
     ],
     ids=str,
@@ -441,7 +441,7 @@ def test_impossible_options_are_refused(deep, options: dict, words: str) -> None
 
 def test_shallow_targets_need_their_levels_named() -> None:
     shallow = shared_target("llama")
-    with pytest.raises(ValueError, match=r"at least 7 layers, and this one has 2; name others"):
+    with pytest.raises(ValueError, match=r"at least 7 layers, but this one has 2; choose others"):
         AutoDraftHead.from_target(shallow, "eagle3")
     heads = make_heads(shallow, feature_layers=(0, 1, -1))
     ids = prompt()

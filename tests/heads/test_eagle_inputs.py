@@ -183,7 +183,7 @@ def test_unknown_inputs_and_warm_starts_across_inputs_are_refused():
     target, shifted = make(INPUTS[0])
     with pytest.raises(ValueError, match=r"`inputs` must be one of .*'token'.*, got 'words'"):
         AutoDraftHead.from_target(target, "eagle", inputs="words")
-    with pytest.raises(WarmStartError, match=r"`from_heads` read inputs='feature\+shifted_token'"):
+    with pytest.raises(WarmStartError, match=r"`from_heads` have inputs='feature\+shifted_token'"):
         AutoDraftHead.from_target(target, "eagle", from_heads=shifted, inputs="feature+token")
     _, own = make("feature+token")
     assert AutoDraftHead.from_target(target, "poss", from_heads=own).config.inputs == "feature+token"

@@ -75,7 +75,7 @@ def test_a_hub_that_does_not_answer_is_told_in_one_line(folder: Path, monkeypatc
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", unanswered)
     assert main(["push", str(folder), "lab/heads"]) == 2
     said = capsys.readouterr().err
-    assert "specheads: error: 'lab/heads' cannot be pushed, http" in said and "--to-folder DIR" in said
+    assert "specheads: error: 'lab/heads' cannot be pushed because http" in said and "--to-folder DIR" in said
     assert "Traceback" not in said
 
 

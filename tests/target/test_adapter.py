@@ -134,7 +134,7 @@ def test_an_adapter_goes_on_once(saved: Path) -> None:
 def test_nothing_is_put_on_a_target_that_an_adapter_does_not_fit(saved: Path, other: dict) -> None:
     target = own_target("llama", **other)
     names = [name for name, _ in target.named_modules()]
-    with pytest.raises(HeadLoadError, match="is another target's: LlamaForCausalLM has no layer of such sizes"):
+    with pytest.raises(HeadLoadError, match="belongs to another target: LlamaForCausalLM has no layer that fits"):
         load_heads(saved).load_target_adapter(target)
     assert [name for name, _ in target.named_modules()] == names and not has_adapters(target)
 

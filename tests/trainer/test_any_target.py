@@ -129,7 +129,9 @@ def test_tied_and_kept_tensors_are_handed_out_as_they_are(monkeypatch) -> None:
 def test_tensors_beside_buffers_are_refused() -> None:
     module = torch.nn.Linear(2, 2)
     module.hidden = torch.empty(2, device="meta")
-    with pytest.raises(ValueError, match=r"Linear \(\) keeps the tensors \['hidden'\] beside its buffers"):
+    with pytest.raises(
+        ValueError, match=r"Linear \(\) keeps the tensors \['hidden'\] outside of its parameters and buffers"
+    ):
         sharding._refuse_hidden_tensors(module)
 
 
@@ -187,7 +189,7 @@ def test_options_reach_the_target(workspace, tmp_path: Path, monkeypatch) -> Non
     ("change", "words"),
     [
         ("target_options.nonsense=1", "`target_options` ['nonsense'] cannot be used with this target"),
-        ("target_options.quantization_config={quant_method: nothing}", "quantization_config` is none"),
+        ("target_options.quantization_config={quant_method: nothing}", "quantization_config` is not valid"),
         ("target_options=3", "`target_options` must be a mapping"),
     ],
 )

@@ -23,7 +23,7 @@ from hf_specheads.trainer.unroll.losses import LOSSES
         ("target_sharding", "zero2", r"`target_sharding` must be one of \['fsdp2', 'zero3'\], got 'zero2'"),
         ("max_grad_value", 0.0, "`max_grad_value` must be above 0, got 0.0"),
         ("peak_tflops", -1.0, "`peak_tflops` must be above 0, got -1.0"),
-        ("optim", "adalomo", "optim='adalomo' takes its step within a backward"),
+        ("optim", "adalomo", "optim='adalomo' updates the weights inside a backward"),
         ("remove_unused_columns", True, "`remove_unused_columns` must be False"),
     ],
 )

@@ -132,9 +132,9 @@ def test_changes_reach_their_place():
         (["learning_rate"], "written key=value"),
         (["nonsense=1"], "neither a recipe key"),
         (["training.nonsense=1"], "unknown training argument"),
-        (["target=null"], "does not say `target`"),
+        (["target=null"], "the recipe has no `target`"),
         (["train_data={file: x}"], "data must be a path or a mapping"),
-        (["method.x=1"], "no mapping"),
+        (["method.x=1"], "not a mapping"),
     ],
 )
 def test_bad_changes_are_named(changes, message):
@@ -174,7 +174,7 @@ def test_an_interrupted_training_says_how_to_go_on(workspace, tmp_path, capsys, 
     monkeypatch.setattr(DraftHeadTrainer, "train", interrupted)
     assert main([*workspace.options, f"output_dir={tmp_path / 'heads'}"]) == 130
     (line,) = [one for one in capsys.readouterr().err.splitlines() if one.startswith("stopped; ")]
-    assert "the same command goes on" in line
+    assert "the same command resumes" in line
 
 
 @pytest.mark.parametrize(

@@ -370,7 +370,7 @@ def test_what_cannot_be_trained_jointly_is_refused(make_joint, make_trainer) -> 
     trainer = make_joint()
     batch = PaddedCollator(0, 64)(make_examples(2))
     features = trainer.frozen_target.features(batch)
-    with pytest.raises(ValueError, match="without stored ones"):
+    with pytest.raises(ValueError, match="without stored features"):
         trainer.start_unroll({**batch, "features": features[0], "final_features": features[1]})
 
 

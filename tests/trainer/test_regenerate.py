@@ -82,7 +82,13 @@ def test_every_turn_follows_the_targets_own(pair, tmp_path: Path, target, tokeni
     assert second[:end] == first[:end]  # the target's own words, not the recorded ones
     assert rows["0-0"]["finish_reason"] == "stop"
     lost = [json.loads(line) for line in (out / "shard-00001.lost.jsonl").read_text().splitlines()]
-    assert lost == [{"id": "2", "status": "skipped", "problem": "nobody asks anything in this chat"}]
+    assert lost == [
+        {
+            "id": "2",
+            "status": "skipped",
+            "problem": "no message of this chat is from a user or a tool, so there is nothing to answer",
+        }
+    ]
 
 
 def test_heads_make_it_faster_and_leave_the_text(pair, tmp_path: Path, target, capsys) -> None:

@@ -83,7 +83,7 @@ def test_a_stream_without_examples_is_refused(make_trainer):
     from datasets import Dataset
 
     empty = Dataset.from_dict({"input_ids": [[5, 6]], "loss_mask": [[0, 0]]}).to_iterable_dataset()
-    with pytest.raises(ValueError, match="no example of the training stream is left"):
+    with pytest.raises(ValueError, match="the training stream has no example to train on"):
         make_trainer(data=empty.filter(lambda example: False))
 
 

@@ -97,7 +97,7 @@ def test_a_target_with_fewer_states_than_its_config_says_is_refused(make_trainer
 def test_a_logit_function_nobody_knows_is_refused(target, heads, make_trainer) -> None:
     refuse_other_logits(FrozenTarget(target))
     target.__class__ = Sharper
-    with pytest.raises(ProbeError, match="logits of Sharper are not what its `lm_head` makes"):
+    with pytest.raises(ProbeError, match="logits of Sharper are not those that its `lm_head` computes"):
         make_trainer(model=heads)
 
 

@@ -40,7 +40,7 @@ EARLY = {
     "missing target": ("target={folder}/nowhere", "there is no such folder"),
     "target with a tilde": ("target=~/nowhere", "there is no such folder"),
     "target without a config": ("target={folder}/bare", "holds no config.json"),
-    "target with a broken config": ("target={folder}/damaged", "is no configuration"),
+    "target with a broken config": ("target={folder}/damaged", "is not the configuration of a model"),
     "heads as target": ("target={folder}/heads", "a folder of draft heads (specheads_poss)"),
     "missing heads": ("from_heads={folder}/nowhere", "there is no such folder"),
     "heads that are none": ("from_heads=no", "`from_heads` must be a text, got False; YAML reads yes, no"),
@@ -62,7 +62,7 @@ EARLY = {
 }
 LATE = {
     "no Hub": ("target=somebody/something", "the target 'somebody/something' cannot be loaded: We couldn't connect"),
-    "no Hub to push to": ("push_to_hub=true", "and the Hub cannot be asked for the repository"),
+    "no Hub to push to": ("push_to_hub=true", "but the Hub did not provide the repository"),
     "unknown field of heads": ("heads.num_specialist=2", "num_specialist"),
     "impossible heads": ("heads.num_specialists=0", "num_specialists"),
     "text that is none": ("train_data={folder}/numbers_as_text.jsonl", "every `text` of the data must be a string"),
@@ -175,7 +175,7 @@ def test_a_strategy_that_yaml_reads_as_false_in_a_file(workspace, folder: Path) 
     assert read_recipe(folder / "more.yaml").training["save_strategy"] == "no"
 
 
-@pytest.mark.parametrize(("has_bf16", "words"), [(False, "training in fp32"), (True, None)])
+@pytest.mark.parametrize(("has_bf16", "words"), [(False, "training runs in fp32"), (True, None)])
 def test_recipes_run_where_there_is_no_bf16(tmp_path, monkeypatch, caplog, has_bf16: bool, words: str | None) -> None:
     """`bf16: true` of every shipped recipe is kept where the hardware has it, and said and left elsewhere."""
     monkeypatch.setattr(building, "is_torch_bf16_gpu_available", lambda: has_bf16)

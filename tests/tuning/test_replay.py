@@ -114,5 +114,5 @@ def test_refusals():
     target = shared_target()
     with pytest.raises(ValueError, match="nothing can be drafted"):
         record_drafts(target, random_heads(target), [prompt()], max_new_tokens=1)
-    with pytest.raises(ValueError, match="depth 1 and top_k 3, asked for 2, 3"):
+    with pytest.raises(ValueError, match="depth 1 and top_k 3, which is too small for depth 2 and top_k 3"):
         replay_dynamic(by_hand([[0]], (1,)), 2, 3)

@@ -160,8 +160,8 @@ class Server:
         if ids is None:
             if self.tokenizer is None:
                 raise ValueError(
-                    "the server returned no token ids (vLLM and SGLang do, for `return_token_ids`); --retokenize "
-                    "takes its text instead, whose tokens may be others than those it generated"
+                    "the server returned no token ids (vLLM and SGLang do, for `return_token_ids`); pass "
+                    "--retokenize to tokenize its text instead, which may give other tokens than it generated"
                 )
             ids = self.tokenizer(choice["text"], add_special_tokens=False)["input_ids"]
             if reason == "stop" and self.tokenizer.eos_token_id is not None:

@@ -260,8 +260,8 @@ def _reply(messages: Sequence[Mapping[str, Any]], index: int, render: Callable[.
     base = PROMPTED_THINKING.sub("", prompt)
     if base == prompt or not upto.startswith(base):
         raise ExampleError(
-            f"the chat template renders the reply in message {index} otherwise than after its prompt, so its tokens "
-            "cannot be told; wrap the assistant's text in {% generation %} ... {% endgeneration %} in "
+            f"the chat template does not render the reply in message {index} right after its prompt, so the tokens of "
+            "the reply cannot be identified; wrap the assistant's text in {% generation %} ... {% endgeneration %} in "
             "`tokenizer.chat_template`."
         )
     # Serving opens the think block in the prompt, but the template drops it from past replies.

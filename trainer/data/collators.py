@@ -47,11 +47,11 @@ def choose_collator(
 def refuse_with_images(args: DraftHeadTrainingArguments, trains_target: bool) -> None:
     """Raises a `ValueError` for options that training with images does not support."""
     if args.packing:
-        raise ValueError("packing=True cannot be used with a processor's chats; set packing=False.")
+        raise ValueError("packing=True cannot be used with chats that a processor reads; set packing=False.")
     if args.shard_target:
         raise ValueError(
-            "shard_target cannot be used with a processor's chats: processes whose chats have no image would leave "
-            "out forwards that the others wait for; spread the target over devices (device_map) instead."
+            "shard_target cannot be used with chats that a processor reads, because processes whose chats have no "
+            "image would skip forwards that the others wait for; spread the target over devices (device_map) instead."
         )
     if trains_target:
-        raise ValueError("a target cannot be trained too on a processor's chats; use data of text and a tokenizer.")
+        raise ValueError("joint training cannot use chats that a processor reads; use text data and a tokenizer.")

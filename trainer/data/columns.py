@@ -94,7 +94,9 @@ def messages_of(conversation: object) -> list[dict[str, Any]]:
         elif turn.get("from") in ROLES:
             messages.append({"role": ROLES[turn["from"]], "content": turn.get("value")})
         else:
-            raise ExampleError(f"a turn of a conversation is `from` {turn.get('from')!r}, expected {sorted(ROLES)}.")
+            raise ExampleError(
+                f"a turn of a conversation has `from` {turn.get('from')!r}, expected one of {sorted(ROLES)}."
+            )
     return messages
 
 

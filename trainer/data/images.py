@@ -67,12 +67,14 @@ def image_messages(row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[A
     for part in places:
         named = next((part[name] for name in IMAGE_FIELDS if part.get(name) is not None), None)
         if named is None and not waiting:
-            raise ExampleError(f"a chat has {len(places)} images, and `images` has {len(row.get('images') or [])}.")
+            raise ExampleError(
+                f"a chat has {len(places)} image parts, but `images` has {len(row.get('images') or [])}."
+            )
         images.append(waiting.pop(0) if named is None else named)
         for name in IMAGE_FIELDS:  # templates only render text and must not load images
             part.pop(name, None)
     if waiting:
-        raise ExampleError(f"a chat has {len(places)} images, and `images` has {len(row.get('images') or [])}.")
+        raise ExampleError(f"a chat has {len(places)} image parts, but `images` has {len(row.get('images') or [])}.")
     return messages, images
 
 
@@ -140,7 +142,9 @@ class ImageReader:
         segments = chat_segments(messages, self.processor, tools_of(row), kwargs)
         if images and not any(self._shown(_text(example), len(images)) for example in segments):
             known = [getattr(self.processor, name, None) for name in PLACEHOLDERS]
-            raise ExampleError(f"the chat template writes none of {[t for t in known if t]} for an image.")
+            raise ExampleError(
+                f"the chat template writes none of the placeholders {[t for t in known if t]} for an image."
+            )
         return segments, images
 
     def _encoded(self, segments: Sequence[Segment], images: Sequence[Any]) -> Row:

@@ -127,7 +127,7 @@ def _kept(dataset: Examples, prepared: Any, max_length: int, report: DataReport)
     if report.examples == 0:
         reason = f" (the first that cannot be read: {report.first_problem})" if report.first_problem else ""
         raise ValueError(
-            f"no example of the {len(dataset)} in the dataset has a supervised token within max_length={max_length}; "
+            f"none of the {len(dataset)} rows of the dataset has a supervised token within max_length={max_length}; "
             f"check the chat template, or raise max_length.{reason}"
         )
     if report.unsupervised or report.bad:
@@ -143,7 +143,7 @@ def _with_images(dataset: Any, reader: ImageReader, num_proc: int | None, report
         ValueError: for a stream.
     """
     if not hasattr(dataset, "__len__"):
-        raise ValueError("chats for a processor cannot be streamed; load the data set as a whole (streaming=False).")
+        raise ValueError("chats that a processor reads cannot be streamed; load the whole data set (streaming=False).")
     prepared = dataset.map(
         _convert_with_images,
         with_indices=True,
@@ -293,5 +293,7 @@ def endless(stream: Any) -> Any:
         ValueError: for a stream without examples, whose repetition would never yield anything.
     """
     if next(iter(stream), None) is None:
-        raise ValueError("no example of the training stream is left; check `max_length` and what is supervised in it.")
+        raise ValueError(
+            "the training stream has no example to train on; check `max_length` and the supervised tokens."
+        )
     return stream.repeat(None)

@@ -121,10 +121,10 @@ def chat_of(row: Mapping[str, Any], name: str, options: RegenerationOptions) -> 
     """
     messages = _messages(row)
     if problem := chat_problem(messages):
-        raise ExampleError(f"no chat: {problem}")
+        raise ExampleError(f"not a chat: {problem}")
     messages = [without_missing(message) for message in messages]
     if not any(message["role"] in ("user", "tool") for message in messages):
-        raise ExampleError("nobody asks anything in this chat")
+        raise ExampleError("no message of this chat is from a user or a tool, so there is nothing to answer")
     own = {key: value for key, value in (row.get("chat_template_kwargs") or {}).items() if value is not None}
     temperature = random.Random(f"{options.seed} {name}").choice(options.temperatures)
     return Chat(name, messages, without_missing(tools_of(row)), {**options.template_kwargs, **own}, temperature)

@@ -97,5 +97,5 @@ def _refuse_other(folder: Path, theirs: Mapping[str, Any], ours: Mapping[str, An
     if names:
         differences = "; ".join(f"{name} was {theirs.get(name)!r} and is now {ours.get(name)!r}" for name in names)
         raise OtherManifestError(
-            f"{folder} was begun with other settings: {differences}. Give the old ones, or write into another folder."
+            f"{folder} was started with other settings: {differences}. Give the old ones, or write to another folder."
         )

@@ -62,11 +62,11 @@ def refuse_wrong_model(key: str, name: str, *, heads: bool) -> None:
     try:
         model_type = json.loads(config.read_text(encoding="utf-8")).get("model_type")
     except (ValueError, AttributeError) as error:
-        raise RecipeError(f"{config} is no configuration of a model: {error}") from error
+        raise RecipeError(f"{config} is not the configuration of a model: {error}") from error
     if str(model_type).startswith(HEADS_PREFIX):
         raise RecipeError(
-            f"`{key}` is {name!r}, a folder of draft heads ({model_type}); pass the model they draft for, and heads "
-            "to start from as from_heads=..."
+            f"`{key}` is {name!r}, a folder of draft heads ({model_type}); pass the model that they draft for. "
+            "Draft heads to start from are passed as from_heads=..."
         )
 
 

@@ -50,7 +50,7 @@ class StoredFeatures(Dataset):
         records = sorted(self.folder.glob("shard-*.json"))
         counts = [json.loads(path.read_text(encoding="utf-8"))["examples"] for path in records]
         if not sum(counts):
-            raise ValueError(f"{folder} holds no complete shard of features; call `specheads features` again.")
+            raise ValueError(f"{folder} holds no complete shard of features; run `specheads features` again.")
         self._paths = [path.with_suffix(".safetensors") for path in records]
         self._starts = [sum(counts[:index]) for index in range(len(counts) + 1)]
         self._indices = range(self._starts[-1]) if indices is None else indices
@@ -93,13 +93,14 @@ class StoredFeatures(Dataset):
         theirs = self.manifest["target"]
         if not fingerprints_match(theirs["fingerprint"], identity["fingerprint"]):
             raise ValueError(
-                f"the features in {self.folder} are of {theirs['name']!r}, and the target is {identity['name']!r} "
-                "(fingerprints of the token embedding differ); write them anew with `specheads features`."
+                f"the features in {self.folder} were computed by {theirs['name']!r}, but the target is "
+                f"{identity['name']!r} (fingerprints of the token embedding differ); write them again with "
+                "`specheads features`."
             )
         if list(layers) != list(self.manifest["layers"]):
             raise ValueError(
-                f"the features in {self.folder} are the hidden states {self.manifest['layers']}, and these heads read "
-                f"{list(layers)}; write them anew with `specheads features --method ...`."
+                f"the features in {self.folder} are the hidden states {self.manifest['layers']}, but these heads read "
+                f"{list(layers)}; write them again with `specheads features --method ...`."
             )
 
 

@@ -34,5 +34,10 @@ def frequent_tokens(dataset: Iterable[Mapping[str, Any]], size: int, vocab_size:
     counts = count_tokens(supervised, vocab_size)
     chosen = most_frequent(counts, size)
     share = counts[chosen].sum() / counts.sum().clamp_min(1)
-    logger.info("%d of %d tokens make up %.1f %% of the supervised ones.", size, vocab_size, 100 * share)
+    logger.info(
+        "the draft vocabulary holds %d of %d tokens, which cover %.1f %% of the supervised tokens.",
+        size,
+        vocab_size,
+        100 * share,
+    )
     return chosen

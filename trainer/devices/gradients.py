@@ -90,5 +90,5 @@ def refuse_sharding(trainer: Trainer) -> None:
     if trainer.args.n_gpu > 1:
         raise ValueError(
             f"{trainer.args.n_gpu} devices are visible to one process; start one process per device with "
-            "`accelerate launch`, or show it a single device."
+            "`accelerate launch`, or make a single device visible to it."
         )

@@ -119,8 +119,9 @@ def _refuse_hidden_tensors(target: nn.Module) -> None:
         hidden = [own for own, value in vars(module).items() if isinstance(value, torch.Tensor) and value.is_meta]
         if hidden:
             raise ValueError(
-                f"{type(module).__name__} ({name}) keeps the tensors {hidden} beside its buffers; load the target "
-                "whole, in Python, and hand it to `DraftHeadTrainer`."
+                f"{type(module).__name__} ({name}) keeps the tensors {hidden} outside of its parameters and buffers, "
+                "so other processes would not receive them; load the whole target in Python, and pass it to "
+                "`DraftHeadTrainer`."
             )
 
 
@@ -210,7 +211,9 @@ def decoder_layers(target: PreTrainedModel, mend: str) -> nn.ModuleList:
     """
     layers = getattr(target.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
-        raise ValueError(f"{type(target).__name__} keeps its decoder layers where nobody knows; {mend}.")
+        raise ValueError(
+            f"{type(target).__name__} keeps its decoder layers elsewhere than in `get_decoder().layers`; {mend}."
+        )
     return layers
 
 

@@ -43,11 +43,11 @@ class CachedBlocks(Dataset):
     def __init__(self, blocks: AnswerBlocks, folder: Path, layers: tuple[int, ...] = (-1,)):
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
         if missing := set(layers) - set(meta["layers"]):
-            raise ValueError(f"{folder} holds hidden states {meta['layers']}, not {sorted(missing)}; make it again.")
+            raise ValueError(f"{folder} holds hidden states {meta['layers']}, not {sorted(missing)}; write it again.")
         if meta["shape"][:2] != [len(blocks), blocks.block_size]:
             raise ValueError(
-                f"{folder} holds features of {meta['shape'][:2]} sequences and tokens, not "
-                f"{[len(blocks), blocks.block_size]}; make it again from these answers."
+                f"{folder} holds features of shape {meta['shape'][:2]} (sequences, tokens), expected "
+                f"{[len(blocks), blocks.block_size]}; write it again from these answers."
             )
         self.blocks = blocks
         self.columns = [meta["layers"].index(layer) for layer in layers]

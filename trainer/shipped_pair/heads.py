@@ -226,9 +226,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--features", type=Path, required=True, help="folder written by feature_cache.py")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument(
-        "--corpus_answers", type=Path, help="of runs on the corpus: file of `answers.py --from_corpus`"
+        "--corpus_answers", type=Path, help="for runs on the corpus: file written by `answers.py --from_corpus`"
     )
-    parser.add_argument("--corpus_features", type=Path, help="its features")
+    parser.add_argument("--corpus_features", type=Path, help="folder with features of --corpus_answers")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -242,7 +242,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eval_prompts", type=int, default=10)
     parser.add_argument("--top_k", type=int, default=4)
     parser.add_argument("--total_tokens", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0, help="other seeds go to folders of their own")
+    parser.add_argument("--seed", type=int, default=0, help="runs with a seed other than 0 go to separate folders")
     args = parser.parse_args()
     args.only = chosen_runs(args.only)
     if args.corpus_answers is None and any(RUNS[name].on_corpus for name in args.only):
@@ -258,7 +258,7 @@ def chosen_runs(names: Sequence[str]) -> list[str]:
     """
     groups = {"released": list(RELEASED), "studies": list(STUDIES)}
     if unknown := [name for name in names if name not in groups and name not in RUNS]:
-        raise SystemExit(f"no run is called {unknown[0]!r}; choose from {', '.join([*groups, *RUNS])}.")
+        raise SystemExit(f"there is no run {unknown[0]!r}; choose from {', '.join([*groups, *RUNS])}.")
     return list(dict.fromkeys(run for name in names for run in groups.get(name, [name])))
 
 

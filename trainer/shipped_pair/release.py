@@ -113,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--target", type=Path, help="trained target; default: leave the released one")
     parser.add_argument("--heads", type=Path, help="folder of all trained heads; default: leave the released ones")
-    parser.add_argument("--only", nargs="+", choices=SHIPPED, help="of these, copy some and leave the others")
+    parser.add_argument("--only", nargs="+", choices=SHIPPED, help="draft heads to copy; default: all")
     parser.add_argument("--output_dir", type=Path, default=Path("model_cards"))
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--trees", type=Path, help="JSON file with the default tree of every head, by its name")

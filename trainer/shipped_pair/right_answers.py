@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--per_family", type=int, default=50, help="held-out chats of each family")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
-    parser.add_argument("--seed", type=int, default=0, help="of chats and sampling")
+    parser.add_argument("--seed", type=int, default=0, help="seed of chats and sampling")
     parser.add_argument("--output", type=Path, help="JSON file for the shares")
     parser.add_argument("--answers", type=Path, help="JSONL file for all answers")
     args = parser.parse_args()

@@ -114,7 +114,7 @@ def refuse_unlearnable_words(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises SystemExit for a tokenizer with [`unlearnable_words`]."""
     if words := unlearnable_words(tokenizer):
         raise SystemExit(
-            f"the held-out words {words} are one token each, which no training chat has; take them out of "
+            f"the held-out words {words} are one token each, which no training chat contains; remove them from "
             "tasks/words.py, or train another tokenizer."
         )
 

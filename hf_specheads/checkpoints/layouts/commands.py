@@ -29,7 +29,7 @@ def path_note(folder: Path, method: str) -> list[str]:
     if inferred == method:
         return []
     found = "no method" if inferred is None else f"the method {inferred!r}"
-    return [f"vLLM reads {found} off this path: name {method!r} as the command below does"]
+    return [f"vLLM infers {found} from this path: name {method!r} explicitly, as the command below does"]
 
 
 def _braced(text: str) -> str:

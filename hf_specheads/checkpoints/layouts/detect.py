@@ -63,7 +63,7 @@ def detect_from_keys(shapes: Shapes, config: RawConfig) -> str:
         if module is not eagle and module.recognises(shapes, config):
             return name
     if config.get(dflash_keys.MASK_TOKEN) is not None or dflash_keys.NESTED in config:
-        raise UnknownFormatError(_not_read("a parallel drafter, by its config, with other tensors"))
+        raise UnknownFormatError(_not_read("a parallel drafter (according to its config) with unknown tensors"))
     if problem := _keys_problem(shapes):
         raise UnknownFormatError(problem)
     return POSS if any(key.startswith("layers.1.") for key in shapes) else EAGLE
@@ -75,13 +75,13 @@ def _keys_problem(shapes: Shapes) -> str | None:
     if FC not in shapes and (normed or LM_HEAD in shapes or f"model.{EMBEDDING}" in shapes):
         return (
             "these are the weights of a whole language model, not draft heads; pass such a model as an ordinary "
-            "`assistant_model`, or wrap it, `DraftLanguageModel.from_model(model)`, to draft trees with it."
+            "`assistant_model`, or wrap it with `DraftLanguageModel.from_model(model)` to draft trees."
         )
     if normed:
         return _not_read("EAGLE heads with several consecutive layers, which nobody has published")
     if FC not in shapes or not any(key.startswith(FIRST_LAYER) for key in keys):
         return (
-            f"these are no draft heads of a known layout: expected `fc.weight` and `layers.0.*`, found {keys[:5]} "
+            f"these are not draft heads of a known layout: expected `fc.weight` and `layers.0.*`, found {keys[:5]} "
             f"({len(keys)} tensors)."
         )
     return None
@@ -89,9 +89,9 @@ def _keys_problem(shapes: Shapes) -> str | None:
 
 def _not_read(what: str) -> str:
     return (
-        f"these are {what}, a layout that is not read; readable are this package's own layout, EAGLE-1/2, EAGLE-3, "
-        "P-EAGLE, HASS, PosS, Medusa, Hydra, DFlash, JetSpec, DSpark and Domino, and what `speculators` saves of "
-        "EAGLE-1/3, P-EAGLE, HASS, DFlash-1/2, DSpark and MTP."
+        f"the files hold {what}, a layout that is not supported; the supported layouts are this package's own, those "
+        "of EAGLE-1/2, EAGLE-3, P-EAGLE, HASS, PosS, Medusa, Hydra, DFlash, JetSpec, DSpark and Domino, and those of "
+        "`speculators` for EAGLE-1/3, P-EAGLE, HASS, DFlash-1/2, DSpark and MTP."
     )
 
 

@@ -84,7 +84,7 @@ def number(raw_config: RawConfig, name: str, notes: list[str], default: float | 
     value = raw_config.get(name)
     if value is None:
         if default is None:
-            raise HeadConfigError(f"config.json lacks `{name}`, which the weights do not tell; add it.")
+            raise HeadConfigError(f"config.json lacks `{name}`, which cannot be derived from the weights; add it.")
         notes.append(f"{name}={default} (not in config.json)")
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MAX_NUMBER:
@@ -147,10 +147,14 @@ def attention_sizes(raw_config: RawConfig, queries: int, keys: int, notes: list[
     """
     heads = integer(raw_config, "num_attention_heads", notes)
     if queries % heads:
-        raise CheckpointShapeError(f"{queries} rows of q_proj do not divide into num_attention_heads={heads}.")
+        raise CheckpointShapeError(
+            f"q_proj has {queries} rows, which is not a multiple of num_attention_heads={heads}."
+        )
     width = queries // heads
     if keys % width or width % 2:
-        raise CheckpointShapeError(f"{keys} rows of k_proj do not divide into heads of an even width {width}.")
+        raise CheckpointShapeError(
+            f"k_proj has {keys} rows, expected a multiple of the attention heads' width {width}, which must be even."
+        )
     return {"num_attention_heads": heads, "num_key_value_heads": keys // width, "head_dim": width}
 
 
@@ -158,7 +162,9 @@ def refuse_contradiction(raw_config: RawConfig, sizes: dict[str, int]) -> None:
     """Raises [`CheckpointShapeError`] if the config states another size than the weights have."""
     for name, value in sizes.items():
         if (stated := raw_config.get(name)) is not None and stated != value:
-            raise CheckpointShapeError(f"config.json says {name}={stated!r}, the weights say {value}; one is damaged.")
+            raise CheckpointShapeError(
+                f"config.json says {name}={stated!r}, but the weights say {value}; one of the two is wrong."
+            )
 
 
 # ------------------------------------------------------------------ tensors
@@ -204,8 +210,8 @@ def are_copies(blocks: list[list[Tensors]]) -> bool:
     copies = [all(equal(block[part], first[part]) for part in first) for block, first in pairs]
     if any(copies) and not all(copies):
         raise CheckpointValueError(
-            f"{sum(copies)} of {len(copies)} blocks repeat the first one of their head, the others do not; files have "
-            "copies of one block, or all different ones, so this one is damaged. Download it again."
+            f"{sum(copies)} of {len(copies)} blocks repeat the first block of their head, but the others do not; "
+            "undamaged files repeat either all blocks or none. Download the file again."
         )
     return all(copies)
 
@@ -221,19 +227,21 @@ def rope(raw_config: RawConfig, notes: list[str], supported: tuple[str, ...]) ->
     if not isinstance(parameters, dict) or not isinstance(scaling, dict):
         raise HeadConfigError(f"config.json has rope_scaling={scaling!r}, expected an object.")
     if unknown := sorted((set(parameters) | set(scaling)) - KNOWN_ROPE_FIELDS):
-        raise HeadConfigError(f"config.json has {unknown[:3]} among its rope parameters; these heads know none such.")
+        raise HeadConfigError(f"config.json has the rope parameters {unknown[:3]}, which these heads do not support.")
     source = parameters if parameters.get("rope_theta") is not None else raw_config
     bases = (config.get("rope_theta") for config in (parameters, raw_config))
     stated = {base for base in bases if isinstance(base, (int, float)) and not isinstance(base, bool)}
     if len(stated) > 1:
         raise HeadConfigError(
-            f"config.json says rope_theta={sorted(stated)}, flat and nested; correct one of the two."
+            f"config.json has two values of rope_theta, {sorted(stated)}, at the top level and in rope_parameters; "
+            "correct one of the two."
         )
     base = float(number(source, "rope_theta", notes, DEFAULT_ROPE_BASE))
     kind = _kind(scaling, "default")
     if kind != _kind(parameters, kind):
         raise HeadConfigError(
-            f"config.json says rope scaling {kind!r}, and {_kind(parameters, kind)!r} in rope_parameters; correct one."
+            f"config.json says rope scaling {kind!r}, but {_kind(parameters, kind)!r} in rope_parameters; correct one "
+            "of the two."
         )
     for config in (parameters, raw_config):
         if config.get("partial_rotary_factor", 1) not in (1, None):
@@ -244,7 +252,7 @@ def rope(raw_config: RawConfig, notes: list[str], supported: tuple[str, ...]) ->
     if kind == "default":
         return {"rope_type": "default", "rope_theta": base}
     if kind not in supported:
-        raise HeadConfigError(f"config.json asks for rope scaling {kind!r}; these heads know {list(supported)}.")
+        raise HeadConfigError(f"config.json asks for rope scaling {kind!r}; these heads support {list(supported)}.")
     values = {name: number(scaling, name, notes) for name in ROPE_FIELDS[kind]}
     values = {name: int(value) if name.startswith("original") else float(value) for name, value in values.items()}
     return {"rope_type": kind, "rope_theta": base, **values}

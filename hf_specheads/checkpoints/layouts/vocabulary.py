@@ -27,8 +27,8 @@ def draft_vocabulary_of(d2t: torch.Tensor | None, t2d: torch.Tensor | None, draf
     if d2t is None:
         if drafted < vocab_size:
             raise CheckpointKeysError(
-                f"lm_head.weight drafts {drafted} of {vocab_size} tokens, but `d2t`, which says which, is missing; "
-                "take a file that was saved with it."
+                f"lm_head.weight drafts {drafted} of {vocab_size} tokens, but `d2t`, which says which ones, is "
+                "missing; use a file that was saved with it."
             )
         if t2d is None:
             return {}
@@ -54,16 +54,18 @@ def _drafted_tokens(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
     try:
         _, t2d = mapping_of(token_ids, vocab_size)
     except ValueError as error:
-        raise CheckpointValueError(f"`d2t` is no draft vocabulary: {error}") from error
+        raise CheckpointValueError(f"`d2t` does not describe a draft vocabulary: {error}") from error
     if bool((token_ids[1:] <= token_ids[:-1]).any()):
-        raise CheckpointValueError("the token ids `d2t` leads to do not ascend; the file is damaged.")
+        raise CheckpointValueError("the token ids that `d2t` maps to are not in ascending order; the file is damaged.")
     return t2d
 
 
 def _of_header(d2t: torch.Tensor, t2d: torch.Tensor | None, drafted: int, vocab_size: int) -> Tensors:
     """`d2t` and `t2d` on the device `meta`, for files of which only headers were read."""
     if tuple(d2t.shape) != (drafted,) or (t2d is not None and tuple(t2d.shape) != (vocab_size,)):
-        raise CheckpointShapeError(f"`d2t` must be [{drafted}] and `t2d` [{vocab_size}], got other shapes.")
+        raise CheckpointShapeError(
+            f"`d2t` must have the shape [{drafted}] and `t2d` [{vocab_size}], got other shapes."
+        )
     if drafted == vocab_size:
         return {}
     return {D2T: d2t.long(), T2D: torch.empty(vocab_size, dtype=torch.bool, device="meta")}

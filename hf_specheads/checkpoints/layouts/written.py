@@ -65,8 +65,8 @@ def rope_fields(config: LayerHeadConfig, destination: str) -> dict[str, Any]:
     kind, base = parameters.get("rope_type", "default"), float(parameters.get("rope_theta", DEFAULT_ROPE_BASE))
     if kind not in ROPES[destination]:
         raise ExportError(
-            f"these heads have the rope {kind!r}, and {destination} knows {list(ROPES[destination])} in the sense of "
-            "transformers; train heads with one of those."
+            f"these heads have the rope {kind!r}, but {destination} computes only {list(ROPES[destination])} as "
+            "transformers does; train heads with one of those."
         )
     parameters |= {"rope_type": kind, "rope_theta": base}
     scaling = {name: value for name, value in parameters.items() if name != "rope_theta"}
@@ -83,8 +83,8 @@ def llama_fields(heads: SpecialistHead, destination: str) -> dict[str, Any]:
     config = heads.config
     if destination in ENGINES and config.hidden_act != "silu":
         raise ExportError(
-            f"these heads have the activation {config.hidden_act!r}, and {destination}'s Llama layers know 'silu' "
-            "only; train heads with hidden_act='silu'."
+            f"these heads have the activation {config.hidden_act!r}, but {destination}'s Llama layers support only "
+            "'silu'; train heads with hidden_act='silu'."
         )
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
              "vocab_size", "rms_norm_eps", "hidden_act", "max_position_embeddings", "initializer_range")  # fmt: skip
@@ -138,8 +138,8 @@ def pruning_note(heads: DraftHead) -> list[str]:
     if heads.pruned_token_ids is None:
         return []
     return [
-        f"the heads are pruned to {len(heads.pruned_token_ids)} tokens, which the layout cannot say: they draft over "
-        "the whole vocabulary there"
+        f"the heads are pruned to {len(heads.pruned_token_ids)} tokens, which the layout cannot express: there they "
+        "draft over the whole vocabulary"
     ]
 
 

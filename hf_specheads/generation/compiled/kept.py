@@ -137,7 +137,7 @@ class KeptSteps:
         folder = _folder(step, shape, args)
         if (found := self._from_disk(key, folder, arguments)) is None:
             if len(codes) >= MOST_OF_ONE:
-                raise torch._dynamo.exc.FailOnRecompileLimitHit(f"{step.__name__} is another in every call")
+                raise torch._dynamo.exc.FailOnRecompileLimitHit(f"{step.__name__} differs in every call")
             found = _made(folder, step, args, arguments, self.options)
         codes.append(found)
         return found.read()

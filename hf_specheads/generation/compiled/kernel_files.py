@@ -95,7 +95,7 @@ class KernelFiles:
             for share, library in begun:
                 functions |= zip(share, library().functions, strict=True)
         except Exception as error:
-            logger.debug("kernels are compiled in a file each: %s", error)
+            logger.debug("every kernel is compiled in a separate file: %s", error)
             return None
         return functions
 

@@ -34,7 +34,7 @@ DRIFT = 5e-5  # variance by which each weight may have moved from one link to th
 LOOKS_AHEAD = 8  # links to look ahead, as rounds may be cheap again beyond some expensive numbers of links
 CURIOUS = 0.6  # share of the usual worth that is enough for a link to levels that were hardly ever drafted
 LEAST_SURE = 1e-3  # probabilities of a draft head are clamped to at least this, and at most 1 minus this
-LEAST_USUAL = 0.01  # acceptance rates of positions are clamped to at least this, and at most 1 minus this
+LEAST_USUAL = 0.01  # pos-acc values are clamped to at least this, and at most 1 minus this
 
 
 @dataclass

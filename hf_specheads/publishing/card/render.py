@@ -84,7 +84,7 @@ def save_card(folder: str | Path) -> Path:
     try:
         card = ModelCard(text, ignore_metadata_errors=True)
     except (ValueError, yaml.YAMLError) as error:
-        logger.warning("%s is left as it is, its metadata cannot be read: %s", path, error)
+        logger.warning("%s is left unchanged, because its metadata cannot be read: %s", path, error)
         return path
     known = card.data.to_dict()
     generated = _metadata(collect_facts(folder))

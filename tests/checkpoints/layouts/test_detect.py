@@ -87,7 +87,9 @@ def test_block_drafters_are_told_by_their_keys(config: dict) -> None:
     shapes = dict.fromkeys(BLOCK_KEYS, (4, 4))
     assert detect_from_keys(shapes, config) == DFLASH
     language_model = dict.fromkeys([*BLOCK_KEYS[2:], "lm_head.weight"], (4, 4))
-    with pytest.raises(UnknownFormatError, match="by its config" if "dflash_config" in config else "language model"):
+    with pytest.raises(
+        UnknownFormatError, match="according to its config" if "dflash_config" in config else "language model"
+    ):
         detect_from_keys(language_model, config)
 
 
@@ -117,7 +119,7 @@ def language_model_keys() -> list[str]:
         (["parallel_draft_heads.0.weight", "fc.weight", "midlayer.hidden_norm.weight"], {}, "parallel_draft_heads"),
         (["fc.weight", "layers.0.mlp.up_proj.weight", "layers.1.input_layernorm.weight"], {}, "consecutive layers"),
         (language_model_keys(), {}, "whole language model"),
-        (["transformer.wte.weight"], {}, "no draft heads of a known layout"),
+        (["transformer.wte.weight"], {}, "not draft heads of a known layout"),
     ],
 )
 def test_keys_name_what_is_not_read(keys: list[str], config: dict, words: str) -> None:

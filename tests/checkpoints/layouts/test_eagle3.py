@@ -93,7 +93,7 @@ def test_heads_narrower_than_their_target(tmp_path: Path) -> None:
     target, ids = shared_target("llama", num_hidden_layers=8), prompt()
     assert torch.equal(plain(target, ids, 12, assistant_model=heads), plain(target, ids, 12))
     del tensors["embed_tokens.weight"]
-    with pytest.raises(CheckpointKeysError, match=r"24 wide and the target 32.*embed_tokens"):
+    with pytest.raises(CheckpointKeysError, match=r"24 wide and the target is 32 wide.*embed_tokens"):
         load(tmp_path / "none", tensors, **sizes)
 
 
@@ -159,8 +159,8 @@ DRAFTED = eagle3_tensors()["t2d"]
         (changed(t2d=~DRAFTED), {}, CheckpointValueError, "marks 33 tokens, and `d2t` has 66"),
         (changed(t2d=DRAFTED.roll(1)), {}, CheckpointValueError, "other tokens"),
         (changed(t2d=DRAFTED.float()), {}, CheckpointShapeError, "one truth value per token"),
-        (changed(t2d=DRAFTED[:90].clone()), {}, CheckpointShapeError, "vocab_size=99, the weights say 90"),
-        (changed(), {"draft_vocab_size": 50}, CheckpointShapeError, "draft_vocab_size=50, the weights say 66"),
+        (changed(t2d=DRAFTED[:90].clone()), {}, CheckpointShapeError, "vocab_size=99, but the weights say 90"),
+        (changed(), {"draft_vocab_size": 50}, CheckpointShapeError, "draft_vocab_size=50, but the weights say 66"),
         (changed(), {"eagle_config": {"use_aux_hidden_state": False}}, HeadConfigError, "as EAGLE-1 does"),
         (changed(), {"eagle_config": 3}, HeadConfigError, "expected an object"),
         (changed(), {"eagle_aux_hidden_state_layer_ids": [1, 2]}, CheckpointShapeError, "names 2 hidden states"),
@@ -177,7 +177,10 @@ DRAFTED = eagle3_tensors()["t2d"]
         (changed(midlayer__self_attn__q_norm__weight=torch.rand(8)), {}, CheckpointKeysError, "missing.*k_norm"),
         (changed(lm_head__weight=None), {}, CheckpointKeysError, "missing.*lm_head"),
         (changed(midlayer__hidden_norm__weight=None), {}, CheckpointKeysError, "missing.*hidden_norm"),
-        (changed(fc__weight=torch.rand(HIDDEN, 100)), {}, CheckpointShapeError, "no multiple of the target's width"),
+        (
+            changed(fc__weight=torch.rand(HIDDEN, 100)), {}, CheckpointShapeError,
+            "not a multiple of the target's width",
+        ),
         (changed(fc__weight=torch.rand(HIDDEN, 64)), {}, HeadConfigError, "reads 2 hidden states"),
         (changed(norm__weight=torch.rand(5)), {}, CheckpointShapeError, r"norm.weight has shape \[5\]"),
         (
@@ -185,7 +188,7 @@ DRAFTED = eagle3_tensors()["t2d"]
             r"q_proj.weight has shape \[32, 32\], expected \[32, 64\]",
         ),
         (changed(), {"num_attention_heads": 5}, CheckpointShapeError, "num_attention_heads=5"),
-        (changed(), {"intermediate_size": 38}, CheckpointShapeError, "intermediate_size=38, the weights say 37"),
+        (changed(), {"intermediate_size": 38}, CheckpointShapeError, "intermediate_size=38, but the weights say 37"),
         (changed(), {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, HeadConfigError, "'yarn'"),
         (changed(), {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, HeadConfigError, "low_freq_factor"),
     ],

@@ -94,7 +94,7 @@ def test_rope_base_from_the_stored_table(tmp_path: Path, base: float, dtype: tor
 def test_a_table_of_no_base_is_refused(tmp_path: Path) -> None:
     tensors = hydra_tensors(prefixed=True)
     tensors[TABLE] = tensors[TABLE].flip(0)
-    with pytest.raises(CheckpointShapeError, match="no table of rotary frequencies"):
+    with pytest.raises(CheckpointShapeError, match="not a table of rotary frequencies"):
         load_heads(write(tmp_path, tensors))
 
 

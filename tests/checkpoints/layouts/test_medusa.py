@@ -162,6 +162,6 @@ def test_a_pickle_that_is_more_than_tensors_is_not_executed(tmp_path: Path) -> N
 
     write_medusa(tmp_path, medusa_tensors())
     torch.save(medusa_tensors() | {"0.0.linear.weight": Evil()}, tmp_path / "medusa_lm_head.pt")
-    with pytest.raises(CorruptCheckpointError, match="nothing of it was executed"):
+    with pytest.raises(CorruptCheckpointError, match="none of its code was executed"):
         load_heads(tmp_path)
     assert not (tmp_path / "executed").exists()

@@ -111,13 +111,13 @@ def with_layer(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "error", "words"),
     [
-        ({**SPECULATORS_EAGLE3, "norm_before_residual": None}, HeadConfigError, "does not say `norm_before_residual`"),
+        ({**SPECULATORS_EAGLE3, "norm_before_residual": None}, HeadConfigError, "lacks `norm_before_residual`"),
         ({**SPECULATORS_EAGLE3, "norm_before_residual": "no"}, HeadConfigError, "expected true or false"),
         ({**SPECULATORS_EAGLE3, "transformer_layer_config": 3}, HeadConfigError, "expected an object"),
-        ({**SPECULATORS_EAGLE3, "rope_theta": 7.0}, HeadConfigError, "flat and nested"),
+        ({**SPECULATORS_EAGLE3, "rope_theta": 7.0}, HeadConfigError, "at the top level and in rope_parameters"),
         ({**SPECULATORS_EAGLE3, "draft_vocab_size": 50}, CheckpointShapeError, "draft_vocab_size=50"),
         (with_layer(model_type="mamba"), HeadConfigError, "'mamba'"),
-        (with_layer(rope_theta=1.5), HeadConfigError, "flat and nested"),
+        (with_layer(rope_theta=1.5), HeadConfigError, "at the top level and in rope_parameters"),
         (with_layer(partial_rotary_factor=0.5), HeadConfigError, "partial_rotary_factor"),
         (with_layer(intermediate_size=38), CheckpointShapeError, "intermediate_size=38"),
         (speculators_config("eagle", layernorms=False), CheckpointShapeError, r"\[H, 2H\]"),
@@ -131,8 +131,8 @@ def test_what_eagle3_configs_must_say(tmp_path: Path, config: dict, error: type,
 @pytest.mark.parametrize(
     ("flags", "norms", "words"),
     [
-        ({"layernorms": True, "fusion_bias": True}, False, "layernorms=true, and the file has no"),
-        ({"layernorms": False, "fusion_bias": True}, True, "layernorms=false, and the file has a"),
+        ({"layernorms": True, "fusion_bias": True}, False, "layernorms=true, but the file has no"),
+        ({"layernorms": False, "fusion_bias": True}, True, "layernorms=false, but the file has a"),
         ({"layernorms": True, "fusion_bias": False}, True, "fusion_bias=false"),
     ],
 )

@@ -95,7 +95,7 @@ def test_fields(tmp_path: Path) -> None:
 def test_the_target_must_be_named(tmp_path: Path) -> None:
     heads = scrambled_heads(deep_target(), "eagle3")
     assert heads.config.target["name"] is None
-    with pytest.raises(ExportError, match=r"do not remember theirs; pass its name"):
+    with pytest.raises(ExportError, match=r"do not store the name of theirs; pass its name"):
         export_heads(heads, tmp_path / "a", to="speculators")
     heads.config.target["name"] = "org/remembered"
     folder = export_heads(heads, tmp_path / "b", to="speculators").folder

@@ -61,7 +61,7 @@ def test_messages_are_cut_and_useless_examples_left_out(tokenizer):
     chats = Dataset.from_dict({"messages": [CHAT, CHAT[:1]]})
     data = prepare_dataset(chats, tokenizer, max_length=8)
     assert data[:] == {"input_ids": [CHAT_IDS[:8]], "loss_mask": [CHAT_MASK[:8]]}
-    with pytest.raises(ValueError, match="no example of the 2"):
+    with pytest.raises(ValueError, match="none of the 2 rows"):
         prepare_dataset(chats, tokenizer, max_length=6)
 
 

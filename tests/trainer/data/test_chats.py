@@ -335,7 +335,7 @@ def test_calls_that_no_template_reads(characters) -> None:
 def test_templates_and_chats_that_cannot_be_read(characters) -> None:
     for template, chat, words in (
         ("{{ messages[5].content }}{{ raise_exception('no') }}", TWO_TURNS, "refuses a chat"),
-        ("{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}", TWO_TURNS, "cannot be told"),
+        ("{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}", TWO_TURNS, "cannot be identified"),
         (LLAMA3, [{"content": "x"}], "must be a list of {role, content}"),
         (LLAMA3, [user("q"), said(None)], "got .*'content': None"),
     ):

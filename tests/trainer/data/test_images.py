@@ -118,7 +118,7 @@ def test_rows_that_cannot_be_read_are_counted():
     processor, report = image_processor("llava"), DataReport()
     data = Dataset.from_dict({"messages": [ONE, ONE, NONE], "images": [[picture(0)], [], []]})
     prepared = prepare(data, processor, 64, report=report)
-    assert (len(prepared), report.bad) == (2, 1) and "has 1 images, and `images` has 0" in report.first_problem
+    assert (len(prepared), report.bad) == (2, 1) and "has 1 image parts, but `images` has 0" in report.first_problem
     for wrong in ("hi", ["hi"], [{"role": "user", "content": [3]}], [{"role": "user"}]):
         with pytest.raises(ExampleError, match="must be a list"):
             image_messages({"messages": wrong})
@@ -164,12 +164,12 @@ def test_training_and_evaluation(kind, method, tmp_path):
 def test_what_goes_not_together_with_images_is_said_first(tmp_path):
     processor, target = image_processor("llava"), image_target("llava")
     heads = AutoDraftHead.from_target(target, "eagle")
-    with pytest.raises(ValueError, match="packing=True cannot be used with a processor's chats"):
+    with pytest.raises(ValueError, match="packing=True cannot be used with chats that a processor reads"):
         DraftHeadTrainer(heads, target, arguments(tmp_path, packing=True), rows(), processing_class=processor)
     with pytest.raises(ValueError, match="cannot be streamed"):
         prepare(rows().to_iterable_dataset(), processor, 64)
     joint = JointTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
-    with pytest.raises(ValueError, match="cannot be trained too on a processor's chats"):
+    with pytest.raises(ValueError, match="joint training cannot use chats that a processor reads"):
         medusa = AutoDraftHead.from_target(target, "medusa")
         JointTrainer(medusa, target, joint, train_dataset=rows(), processing_class=processor)
 

@@ -65,7 +65,7 @@ def test_bad_rows_are_skipped_and_counted(tokenizer) -> None:
     assert len(prepared) == 2 and len(prepared[1]["input_ids"]) == 20
     assert (report.rows, report.examples, report.cut, report.unsupervised, report.bad) == (5, 2, 1, 1, 2)
     assert "'parrot'" in report.first_problem
-    with pytest.raises(ValueError, match=r"no example of the 1 .*'parrot'"):
+    with pytest.raises(ValueError, match=r"none of the 1 rows .*'parrot'"):
         prepare_dataset(Dataset.from_dict({"conversations": [bad]}), tokenizer, 20)
 
 
@@ -104,7 +104,7 @@ def test_mixtures(tokenizer) -> None:
     assert mixed.count(6) >= 40 and 2 < mixed.count(5) / mixed.count(6) < 4.5
     with pytest.raises(RecipeError, match="every source of train_data a `weight`"):
         mix(parts, [1, None], 0)
-    with pytest.raises(RecipeError, match="streams alone"):
+    with pytest.raises(RecipeError, match="streams and data sets cannot be mixed"):
         mix([parts[0], parts[1].to_iterable_dataset()], [1, 1], 0)
 
 

@@ -127,7 +127,7 @@ def test_cached_features_are_those_of_every_chat_alone(chat_target, chat_tokeniz
         torch.testing.assert_close(item["final_features"][rows], final[0], atol=2e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="not \\[1\\]"):
         CachedBlocks(blocks, tmp_path, (1,))
-    with pytest.raises(ValueError, match="make it again from these answers"):
+    with pytest.raises(ValueError, match="write it again from these answers"):
         CachedBlocks(AnswerBlocks(answers[:5], BLOCK, 0), tmp_path)
     assert stack_blocks([item, item])["input_ids"].shape == (2, BLOCK)
 
@@ -168,7 +168,7 @@ def test_every_run_starts_from_one_that_comes_before() -> None:
     for place, run in enumerate(RUNS.values()):
         assert run.starts_from is None or run.starts_from in names[:place]
     assert chosen_runs(["poss3", "studies", "hass-cold"]) == ["poss3", *STUDIES]
-    with pytest.raises(SystemExit, match="no run is called 'poss4'; choose from released, studies, eagle-base"):
+    with pytest.raises(SystemExit, match="there is no run 'poss4'; choose from released, studies, eagle-base"):
         chosen_runs(["poss4"])
 
 

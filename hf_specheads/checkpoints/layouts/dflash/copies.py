@@ -32,7 +32,8 @@ def copied_target(heads: BlockHead, target: PreTrainedModel | None, elsewhere: s
     config = heads.config
     if (config.embedding_scale, config.logit_multiplier, config.logit_softcap) != (1, 1, None):
         raise ExportError(
-            f"these heads scale embeddings or logits, or cap them, which the layout has no field for; {elsewhere}."
+            "these heads scale embeddings, or scale or cap logits, and the layout has no fields for that; "
+            f"{elsewhere}."
         )
     return target
 

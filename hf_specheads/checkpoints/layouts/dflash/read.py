@@ -118,11 +118,14 @@ def with_nested(raw_config: RawConfig) -> RawConfig:
     for name, value in nested.items():
         if raw_config.get(name, value) not in (value, None):
             raise HeadConfigError(
-                f"config.json says {name}={raw_config[name]!r} and, in {keys.NESTED}, {value!r}; correct one."
+                f"config.json says {name}={raw_config[name]!r}, but in {keys.NESTED} it says {value!r}; correct one "
+                "of the two."
             )
     flat = raw_config | nested
     if (kind := flat.get(keys.PROJECTOR, "dflash")) not in ("dflash", keys.DOMINO):
-        raise UnknownFormatError(f"config.json says {keys.PROJECTOR}={kind!r}, a block drafter that is not read.")
+        raise UnknownFormatError(
+            f"config.json says {keys.PROJECTOR}={kind!r}, a kind of block drafter that is not supported."
+        )
     return flat
 
 
@@ -146,7 +149,8 @@ def _mask_token(raw_config: RawConfig) -> int:
     token = raw_config.get(keys.MASK_TOKEN)
     if type(token) is not int or token < 0:
         raise HeadConfigError(
-            f"config.json has {keys.MASK_TOKEN}={token!r}, expected the token that stands in a block for unknown ones."
+            f"config.json has {keys.MASK_TOKEN}={token!r}, expected the id of the token that marks unknown tokens in "
+            "a block."
         )
     return token
 
@@ -161,8 +165,8 @@ def _levels(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> list[i
     if outputs is None:
         if depth is None:
             raise HeadConfigError(
-                f"config.json lacks `{keys.TAPS}`, and `{keys.TARGET_DEPTH}`, from which the authors' code would tell "
-                "them; add one."
+                f"config.json lacks both `{keys.TAPS}` and `{keys.TARGET_DEPTH}`, from which the authors' code "
+                "computes the former; add one of the two."
             )
         levels = list(spread_layers(depth, count))
         notes.append(f"hidden states {levels} of a target of {depth} layers (`{keys.TAPS}` not in config.json)")
@@ -171,9 +175,11 @@ def _levels(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> list[i
     else:
         levels = [output + 1 for output in outputs]
     if len(levels) != count:
-        raise CheckpointShapeError(f"config.json names {len(levels)} hidden states, fc.weight reads {count}.")
+        raise CheckpointShapeError(
+            f"config.json names {len(levels)} hidden states, but fc.weight reads {count}; one of the two is wrong."
+        )
     if depth is not None and depth in levels:
-        notes.append("the target's last hidden state is read after its final norm, as by z-lab's code")
+        notes.append("the target's last hidden state is read after its final norm, as in z-lab's code")
     return levels
 
 
@@ -191,7 +197,7 @@ def _anchor_slot(raw_config: RawConfig, asked: str | None, notes: list[str]) -> 
     if stated is None:
         if asked is None:
             notes.append(
-                "the slot of the root is idle (no file says; for heads trained otherwise, as with JetSpec's "
+                "the slot of the root is idle (the files do not say; for heads trained otherwise, e.g. with JetSpec's "
                 "`draft_shift`, pass anchor_slot='drafts')"
             )
         return asked or "idle"
@@ -205,17 +211,23 @@ def _sliding_fields(raw_config: RawConfig, notes: list[str]) -> dict[str, Any]:
     """Config fields of sliding attention: its layers, its window, and whether their blocks attend both ways."""
     kinds = raw_config.get(keys.LAYER_TYPES) or []
     if not isinstance(kinds, list) or not set(kinds) <= {keys.SLIDING, keys.FULL}:
-        raise HeadConfigError(f"config.json has {keys.LAYER_TYPES}={kinds!r}, expected {[keys.FULL, keys.SLIDING]}.")
+        raise HeadConfigError(
+            f"config.json has {keys.LAYER_TYPES}={kinds!r}, expected a list of values from "
+            f"{[keys.FULL, keys.SLIDING]}."
+        )
     layers = [index for index, kind in enumerate(kinds) if kind == keys.SLIDING]
     if not layers:
         return {}
     if boolean(raw_config, "use_sliding_window") is False or raw_config.get(keys.WINDOW) is None:
-        raise HeadConfigError(f"config.json names sliding layers, and no {keys.WINDOW} is in force; correct one.")
+        raise HeadConfigError(
+            f"config.json has layers with sliding attention, but does not enable a {keys.WINDOW}; correct one of the "
+            "two."
+        )
     both_ways = boolean(raw_config, keys.NON_CAUSAL)
     if both_ways is None and boolean(raw_config, "is_causal") is None:
         notes.append(
-            "blocks of sliding layers are read both ways, as by NeMo's code (newer code of z-lab's reads them "
-            "causally: heads.config.sliding_causal=True)"
+            "blocks of sliding layers attend in both directions, as in NeMo's code (in newer code of z-lab's they are "
+            "causal: heads.config.sliding_causal=True)"
         )
     return {
         "sliding_layers": layers,
@@ -235,7 +247,9 @@ def _without_ignored_rope(raw_config: RawConfig, notes: list[str]) -> RawConfig:
             config[name] = {key: value for key, value in config[name].items() if key not in IGNORED_ROPE_FIELDS}
     ignored |= {name for name in IGNORED_ROPE_FIELDS if config.pop(name, None) is not None}
     if ignored:
-        notes.append(f"{sorted(ignored)} of the rope are the target's, and not in force: whole heads are rotated")
+        notes.append(
+            f"the rope fields {sorted(ignored)} are those of the target and are ignored: whole heads are rotated"
+        )
     return config
 
 
@@ -327,12 +341,12 @@ def _sizes(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> dict[st
     refuse_wrong_keys(missing=set(needed) - set(tensors), unknown=set())
     hidden, inputs = matrix_shape(tensors, FC)
     if inputs % hidden:
-        raise CheckpointShapeError(f"{FC} reads {inputs} inputs, no multiple of the width {hidden}.")
+        raise CheckpointShapeError(f"{FC} has {inputs} inputs, which is not a multiple of the width {hidden}.")
     width = raw_config.get("target_hidden_size") or hidden
     if width != hidden:
         raise CheckpointKeysError(
-            f"the heads are {hidden} wide and the target {width}, so they cannot draft with its `lm_head`; such heads "
-            "are not read."
+            f"the heads are {hidden} wide and the target is {width} wide, so they cannot draft with its `lm_head`; "
+            "heads of another width than their target's are not supported."
         )
     numbers = [int(found[1]) for key in tensors if (found := re.match(r"layers\.(\d{1,4})\.", key))]
     sizes = {
@@ -359,7 +373,7 @@ def _with_all_rows(tensors: Tensors, vocabulary: torch.Tensor | None, size: int)
     if vocabulary is None or len(vocabulary) != len(rows):
         drafted = size if vocabulary is None else len(vocabulary)
         raise CheckpointShapeError(
-            f"{keys.MARKOV_OUT} has {len(rows)} rows, and the heads draft {drafted} tokens; one of the two is damaged."
+            f"{keys.MARKOV_OUT} has {len(rows)} rows, but the heads draft {drafted} tokens; one of the two is damaged."
         )
     whole = rows.new_zeros(size, *rows.shape[1:])
     return tensors | {keys.MARKOV_OUT: whole if rows.is_meta else whole.index_copy_(0, vocabulary, rows)}
@@ -369,9 +383,12 @@ def _draft_vocabulary(borrowed: Tensors, raw_config: RawConfig, notes: list[str]
     """Token ids of the rows of a copied `lm_head`; `None` if it covers the whole vocabulary."""
     size = integer(raw_config, "vocab_size", notes)
     if EMBEDDING in borrowed and matrix_shape(borrowed, EMBEDDING)[0] != size:
-        raise CheckpointShapeError(f"{EMBEDDING} has {len(borrowed[EMBEDDING])} rows, config.json says {size} tokens.")
+        raise CheckpointShapeError(
+            f"{EMBEDDING} has {len(borrowed[EMBEDDING])} rows, but config.json says {size} tokens; one of the two is "
+            "wrong."
+        )
     if LM_HEAD in borrowed or EMBEDDING in borrowed:
-        notes.append("embedding and `lm_head` in the file are copies of the target's, which is asked itself")
+        notes.append("embedding and `lm_head` in the file are copies of the target's; the target's own are used")
     drafted = matrix_shape(borrowed, LM_HEAD)[0] if LM_HEAD in borrowed else size
     found = draft_vocabulary_of(borrowed.get(D2T), borrowed.get(T2D), drafted, size)
     if not found:

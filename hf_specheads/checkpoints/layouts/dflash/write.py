@@ -27,9 +27,13 @@ def layout(heads: BlockHead, target: PreTrainedModel | None) -> Layout:
     """
     config, notes = heads.config, common_notes(heads)
     if config.window_from != "query" and config.sliding_layers:
-        notes.append("windows count from each row there, from the root here: later rows of a block see a little less")
+        notes.append(
+            "the layout counts windows from each row, not from the root: later rows of a block see a little less"
+        )
     if config.anchor_slot == "drafts" and not isinstance(heads, DominoHead):
-        notes.append("the layout does not say that the slot of the root drafts: tell its reader (`draft_shift`)")
+        notes.append(
+            "the layout has no field for a root slot that drafts: set it where the heads are loaded (`draft_shift`)"
+        )
     depth = target_depth(heads, target)
     nested: dict[str, Any] = {keys.MASK_TOKEN: config.mask_token_id, keys.TAPS: taps(heads, depth)}
     nested |= {"causal_head": True, "causal": True} if config.causal else {}
@@ -72,8 +76,8 @@ def qwen3_fields(heads: BlockHead, destination: str) -> dict[str, Any]:
     config = heads.config
     if not config.qk_norm or config.mlp_bias or config.attention_bias != config.attention_out_bias:
         raise ExportError(
-            "these heads have no norms of queries and keys, or biases that Qwen 3's layers have not; the layouts of "
-            "block drafters are made of those. Keep them in this package's own layout."
+            "the layouts of block drafters consist of Qwen 3 layers, but these heads lack norms of queries and keys, "
+            "or have biases that Qwen 3 layers do not have. Keep them in this package's own layout."
         )
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
              "vocab_size", "rms_norm_eps", "hidden_act", "max_position_embeddings", "initializer_range",
@@ -108,7 +112,8 @@ def taps(heads: BlockHead, depth: int | None) -> list[int]:
     levels = heads.feature_layers
     if -1 in levels and depth is None:
         raise ExportError(
-            "these heads read the target's last hidden state, and do not know its depth; pass `target=`."
+            "these heads read the target's last hidden state, but the target's number of layers is unknown; pass "
+            "`target=`."
         )
     return [(depth if level == -1 and depth is not None else level) - 1 for level in levels]
 

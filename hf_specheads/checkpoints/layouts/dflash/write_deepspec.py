@@ -28,7 +28,7 @@ def layout(heads: DSparkHead, target: PreTrainedModel | None) -> Layout:
         ExportError: If the layout cannot represent the heads, or there is no target.
     """
     config = heads.config
-    target = copied_target(heads, target, "keep them in this package's own")
+    target = copied_target(heads, target, "keep them in this package's own layout")
     if config.anchor_slot != "drafts" or config.causal or config.sliding_layers:
         raise ExportError(
             "these heads have a root slot that does not draft, causal blocks or sliding layers, which DeepSpec's code "

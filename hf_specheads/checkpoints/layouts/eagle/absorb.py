@@ -33,7 +33,9 @@ def needed_target(target: PreTrainedModel | None, reason: str) -> PreTrainedMode
         ExportError: If there is none; `reason` says why it is needed.
     """
     if target is None:
-        raise ExportError(f"{reason}; pass the loaded target (`target=`, `--target`), whose embedding it takes.")
+        raise ExportError(
+            f"{reason}; pass the loaded target (`target=`, `--target`), because its embedding is needed."
+        )
     return target
 
 
@@ -57,14 +59,14 @@ def absorb_bias(heads: EagleHead, target: PreTrainedModel | None) -> tuple[Tenso
     Raises:
         ExportError: If there is no target, A cannot be inverted, or rounding changes too many drafted tokens.
     """
-    reason = "vLLM's `fc` has no bias, so that of these heads must move into an embedding"
+    reason = "vLLM's `fc` has no bias, so the bias of these heads must be moved into an embedding"
     target = needed_target(target, reason)
     embedding = embedding_of(heads, target).double()
     width, weight = heads.config.embedding_size, heads.fc.weight.detach().cpu().double()
     condition = float(torch.linalg.cond(weight[:, :width]))
     if not condition <= MAX_CONDITION:
         raise ExportError(
-            f"{reason}, and does not fit: the embedding's part of `fc.weight` has the condition number "
+            f"{reason}, but that is impossible here: the embedding's part of `fc.weight` has the condition number "
             f"{condition:.1e}, more than {MAX_CONDITION:.0e}. Train heads with fc_bias=False, or export `--to sglang`."
         )
     shift = torch.linalg.solve(weight[:, :width], heads.fc.bias.detach().cpu().double())
@@ -76,12 +78,12 @@ def absorb_bias(heads: EagleHead, target: PreTrainedModel | None) -> tuple[Tenso
     error, agreement = _measure(heads, target, tensors)
     if agreement < MIN_AGREEMENT:
         raise ExportError(
-            f"{reason}; rounded to {heads.dtype} (condition number {condition:.1e}), it leaves {agreement:.1%} of the "
-            f"drafted tokens the same, below {MIN_AGREEMENT:.0%}. Export float32 heads, train heads with "
+            f"{reason}; after rounding to {heads.dtype} (condition number {condition:.1e}), only {agreement:.1%} of "
+            f"the drafted tokens stay the same, below {MIN_AGREEMENT:.0%}. Export float32 heads, train heads with "
             "fc_bias=False, or export `--to sglang`."
         )
     return tensors, [
-        "the bias of `fc` is part of the written embedding, which vLLM takes for the heads' own: condition number "
+        "the bias of `fc` was moved into the written embedding, which vLLM uses as the heads' own: condition number "
         f"{condition:.1e}, largest error of a draft logit {error:.1e}, same favourite token in {agreement:.1%} of "
         f"{MEASURED_ROWS} rows"
     ]

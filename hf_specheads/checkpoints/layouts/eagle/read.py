@@ -91,7 +91,7 @@ def _without_lm_head(raw_config: RawConfig, tensors: Tensors, notes: list[str]) 
     shape, width = tuple(tensors[LM_HEAD].shape), tensors[FC].shape[0] if FC in tensors else 0
     if len(shape) != 2 or shape[1] != width or raw_config.get("vocab_size", shape[0]) != shape[0]:
         raise CheckpointShapeError(f"{LM_HEAD} has shape {list(shape)}, expected the target's [V, {width}].")
-    notes.append(f"{LM_HEAD} in the file is left out, as SGLang does: the target's own is used")
+    notes.append(f"{LM_HEAD} in the file is ignored, as in SGLang: the target's own is used")
     return {key: tensor for key, tensor in tensors.items() if key != LM_HEAD}
 
 
@@ -101,7 +101,9 @@ def _note_bias(raw_config: RawConfig, fields: dict[str, Any], notes: list[str]) 
     if stated is not None and stated != fields["fc_bias"]:
         notes.append(f"fc with{'' if fields['fc_bias'] else 'out'} bias, as the keys say (config.json: bias={stated})")
     if fields["extra_norms"]:
-        notes.append("the drafted feature is fed back before its norm, which belongs to the target's lm_head")
+        notes.append(
+            "the drafted feature is fed back without the last norm, which is applied only before the target's lm_head"
+        )
 
 
 def _count_layers(tensors: Tensors) -> int:

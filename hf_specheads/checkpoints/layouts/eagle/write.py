@@ -31,18 +31,16 @@ def layout(heads: EagleHead, to: str, target: PreTrainedModel | None) -> Layout:
     """
     if to == "speculators":
         raise ExportError(
-            "`speculators` has no layout for EAGLE, HASS or POSS heads since its version 0.7, and vLLM reads only its "
-            "EAGLE-3 heads; export them `--to vllm`."
+            "`speculators` has had no layout for EAGLE, HASS or POSS heads since its version 0.7, and vLLM reads only "
+            "its EAGLE-3 heads; export them `--to vllm`."
         )
     if heads.config.inputs != INPUTS[0]:
         raise ExportError(
-            f"these heads read inputs={heads.config.inputs!r}, and {to} knows EAGLE's own {INPUTS[0]!r} only; train "
-            "heads without `inputs`, or use these with this package."
+            f"these heads have inputs={heads.config.inputs!r}, but {to} supports only EAGLE's own {INPUTS[0]!r}; "
+            "train heads without `inputs`, or use these with this package."
         )
     if heads.config.extra_norms and to != "eagle":
-        raise ExportError(
-            f"these heads have three norms that EAGLE's own layer does not have, and neither has {to}'s; {MEND}."
-        )
+        raise ExportError(f"these heads have three norms that neither EAGLE's own layer nor {to}'s has; {MEND}.")
     return {"vllm": _vllm, "sglang": _sglang, "eagle": _authors}[to](heads, target)
 
 
@@ -62,8 +60,8 @@ def lost_specialists(heads: SpecialistHead) -> list[str]:
         return []
     count, span = config.num_specialists, config.positions_per_specialist
     return [
-        f"specialist 0 of {count} only: it was trained for draft positions 1 to {span}, and also drafts those past "
-        f"{span}, where the other {count - 1} would have: acceptance is lower there, the text is the same"
+        f"only specialist 0 of {count} is written: it was trained for draft positions 1 to {span}, and beyond {span} "
+        f"it replaces the other {count - 1}, so acceptance is lower there; the text is the same"
     ]
 
 
@@ -83,9 +81,9 @@ def _vllm(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
         notes += measured
     elif scales_embeddings(heads):
         tensors[EMBEDDING] = embedding_of(
-            heads, needed_target(target, "the target scales its embeddings, and vLLM's EAGLE does not")
+            heads, needed_target(target, "the target scales its embeddings, but vLLM's EAGLE does not")
         )
-        notes.append("the embedding is written, as scaled by the target")
+        notes.append("the target's embedding is written, already scaled")
     command = vllm_command(heads, "eagle")
     return Layout(fields, tensors, notes, command)
 
@@ -95,11 +93,11 @@ def _sglang(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
     """SGLang's `fc` always has a bias, and leaves it uninitialised if the file has none, so a bias of 0 is written."""
     config = heads.config
     if config.mlp_bias:
-        raise ExportError(f"these heads have biases in their MLP, and SGLang's Llama layers have none; {MEND}.")
+        raise ExportError(f"these heads have biases in their MLP, but SGLang's Llama layers have none; {MEND}.")
     if scales_embeddings(heads):
         raise ExportError(
-            "the target scales its embeddings; SGLang's EAGLE layer reads them unscaled and takes none from the file. "
-            f"Export them `--to vllm`, or {MEND}."
+            "the target scales its embeddings, but SGLang's EAGLE layer reads them unscaled and ignores an embedding "
+            f"in the file. Export the heads `--to vllm`, or {MEND}."
         )
     only_qkv = config.attention_bias and not config.attention_out_bias
     fields = {
@@ -129,8 +127,8 @@ def _authors(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
         )
     if len(heads.specialist_state(0)[Q_PROJ]) != config.hidden_size:
         raise ExportError(
-            f"the authors' code takes hidden_size / num_attention_heads as width of an attention head, and these "
-            f"heads have {config.num_attention_heads} of {config.head_dim} at hidden_size={config.hidden_size}; "
+            "the authors' code requires attention heads of width hidden_size / num_attention_heads, but these draft "
+            f"heads have {config.num_attention_heads} of width {config.head_dim} at hidden_size={config.hidden_size}; "
             "export them `--to vllm` or `--to sglang`."
         )
     fields = {"architectures": ["LlamaForCausalLM"], **llama_fields(heads, "eagle"), "bias": config.fc_bias}
@@ -150,11 +148,12 @@ def _authors(heads: EagleHead, target: PreTrainedModel | None) -> Layout:
         state = heads.state_dict()
         tensors = {key: value for key, value in tensors.items() if key not in EXTRA_NORMS.values()}
         tensors |= {theirs: state[ours] for theirs, ours in EXTRA_NORMS.items()}
-        notes.append("three norms belong to these heads, which EAGLE's own code passes over in silence")
+        notes.append("these heads have three norms that EAGLE's own code silently ignores")
     if target is not None:
         tensors[EMBEDDING] = embedding_of(heads, target)
     elif config.method != "eagle":
         notes.append(
-            "without `embed_tokens.weight`, which HASS's and PosS's own code need: pass the target to have it written"
+            "`embed_tokens.weight` is missing, which HASS's and PosS's own code needs: pass the target to have it "
+            "written"
         )
     return Layout(fields, tensors, notes)

@@ -123,12 +123,12 @@ def _modelopt_config(raw_config: RawConfig) -> RawConfig:
         what = "parallel_draft_step" if steps not in (None, 0, 1) else "use_mtp_layernorm"
         raise UnknownFormatError(
             f"config.json says {what}={nested[what]!r}: these are not EAGLE-3 heads as published but a variant of "
-            "ModelOpt's, which is not read. Export heads without it."
+            "ModelOpt's that is not supported. Export heads without it."
         )
     if nested.get("use_aux_hidden_state", True) is not True:
         raise HeadConfigError(
-            "config.json says use_aux_hidden_state=false: these heads read one final feature as EAGLE-1 does, in "
-            "EAGLE-3's layout, which is not read. Export them with use_aux_hidden_state=true, or train EAGLE-3 heads."
+            "config.json says use_aux_hidden_state=false: these heads read one final feature, as EAGLE-1 does, which "
+            "is not supported in EAGLE-3's layout. Export them with use_aux_hidden_state=true, or train EAGLE-3 heads."
         )
     return nested
 
@@ -148,15 +148,15 @@ def _levels(
     shift = 0
     if not levels and eagle_config.get(LEVELS):
         levels, shift = eagle_config[LEVELS], 1
-        notes.append(f"ModelOpt's {LEVELS}={levels} are outputs of layers, as its own code counts")
+        notes.append(f"ModelOpt's {LEVELS}={levels} are read as outputs of layers, as in its own code")
     elif not levels and raw_config.get(OUTPUT_LEVELS):
         levels, shift = raw_config[OUTPUT_LEVELS], 1
-        notes.append(f"DeepSpec's {OUTPUT_LEVELS}={levels} are outputs of layers, as its own code counts")
+        notes.append(f"DeepSpec's {OUTPUT_LEVELS}={levels} are read as outputs of layers, as in its own code")
     count = tensors[FC].shape[1] // width
     if not levels:
         if count != 3:
             raise HeadConfigError(
-                f"fc.weight reads {count} hidden states of width {width}, and config.json does not say which; add "
+                f"fc.weight reads {count} hidden states of width {width}, but config.json does not say which; add "
                 f"`{LEVELS}`."
             )
         notes.append("levels 2, N // 2 and N - 3 of a target of N layers (not in config.json)")
@@ -165,7 +165,8 @@ def _levels(
         raise HeadConfigError(f"config.json has {LEVELS}={levels!r}, expected a list of integers.")
     if len(levels) != count:
         raise CheckpointShapeError(
-            f"config.json names {len(levels)} hidden states in {LEVELS}, fc.weight reads {count}; one is damaged."
+            f"config.json names {len(levels)} hidden states in {LEVELS}, but fc.weight reads {count}; one of the two "
+            "is wrong."
         )
     return [level + shift for level in levels]
 
@@ -175,13 +176,13 @@ def _check_keys(tensors: Tensors, flags: dict[str, bool]) -> None:
     if several := sorted({key.split(".")[1] for key in tensors if re.match(r"layers\.[1-9]", key)}):
         raise CheckpointKeysError(
             f"these EAGLE-3 heads have several consecutive layers (0 and {several}), which serving engines read "
-            "differently; only one layer is read."
+            "differently; only heads with one layer are supported."
         )
     for flag, prefix in (("fc_norm", LEVEL_NORMS), ("norm_before_fc", LEVELS_NORM)):
         if not flags[flag] and any(key.startswith(prefix) for key in tensors):
             raise HeadConfigError(
-                f"the file has `{prefix}*` tensors, but config.json does not say {flag}=true; whether the levels are "
-                "normed cannot be told. Correct one of the two."
+                f"the file has `{prefix}*` tensors, but config.json does not say {flag}=true, so it is unclear "
+                "whether the levels are normed; correct one of the two."
             )
     if LM_HEAD not in tensors and FC in tensors:
         raise CheckpointKeysError(
@@ -212,11 +213,11 @@ def _sizes(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> dict[st
     drafted, _ = matrix_shape(tensors, LM_HEAD)
     width = integer(raw_config, "target_hidden_size", [], default=hidden)
     if inputs % width:
-        raise CheckpointShapeError(f"{FC} reads {inputs} inputs, no multiple of the target's width {width}.")
+        raise CheckpointShapeError(f"{FC} has {inputs} inputs, which is not a multiple of the target's width {width}.")
     if EMBEDDING not in tensors and width != hidden:
         raise CheckpointKeysError(
-            f"the heads are {hidden} wide and the target {width}, so they need an embedding of their own; "
-            f"{EMBEDDING} is missing. Take a file that was saved with it."
+            f"the heads are {hidden} wide and the target is {width} wide, so they need an embedding of their own, but "
+            f"{EMBEDDING} is missing; use a file that was saved with it."
         )
     sizes = {
         "hidden_size": hidden,
@@ -233,5 +234,7 @@ def _vocab_size(raw_config: RawConfig, tensors: Tensors, notes: list[str]) -> in
     """V of the target: the length of `t2d` and of the embedding, or else the number in the config."""
     found = {key: tensors[key].shape[0] for key in (T2D, EMBEDDING) if key in tensors and tensors[key].dim()}
     if len(set(found.values())) > 1:
-        raise CheckpointShapeError(f"the file has {found} tokens; one of the two is damaged.")
+        raise CheckpointShapeError(
+            f"tensors of the file disagree about the number of tokens ({found}); one of the two is damaged."
+        )
     return next(iter(found.values())) if found else integer(raw_config, "vocab_size", notes)

@@ -38,9 +38,9 @@ def layout(heads: Eagle3Head, to: str, target: PreTrainedModel | None) -> Layout
     files = {"vllm": _vllm, "sglang": _sglang, "eagle": _authors}[to](heads)
     if scales_embeddings(heads) and not heads.config.own_embedding and to == "vllm":
         files.tensors[EMBEDDING] = embedding_of(
-            heads, needed_target(target, "the target scales its embeddings, and vLLM does not")
+            heads, needed_target(target, "the target scales its embeddings, but vLLM does not")
         )
-        files.notes.append("the embedding is written, as scaled by the target")
+        files.notes.append("the target's embedding is written, already scaled")
     files.notes += lost_specialists(heads) + adapter_note(heads)
     return files
 
@@ -50,7 +50,7 @@ def _check_rows(heads: Eagle3Head) -> None:
     if config.row_embedding_size != config.hidden_size:
         raise ExportError(
             f"these heads are {config.hidden_size} wide and read embeddings of width {config.row_embedding_size}, "
-            "which no layout of EAGLE-3 has; train heads with own_embedding=True."
+            "which no layout of EAGLE-3 supports; train heads with own_embedding=True."
         )
 
 
@@ -93,8 +93,8 @@ def levels_of(heads: Eagle3Head, to: str) -> list[int] | None:
         return None
     if min(levels) < 0 or (depth is not None and max(levels) >= depth):
         raise ExportError(
-            f"these heads read the hidden states {list(levels)} of their target, and {to} has those that enter a "
-            f"layer only (0 to {'N' if depth is None else depth} - 1), not the one after the final norm; train heads "
+            f"these heads read the hidden states {list(levels)} of their target, but {to} reads only those that enter "
+            f"a layer (0 to {'N' if depth is None else depth} - 1), not the one after the final norm; train heads "
             "with other `feature_layers`."
         )
     return list(levels)
@@ -161,16 +161,17 @@ def _sglang(heads: Eagle3Head) -> Layout:
     ):
         if there:
             raise ExportError(
-                f"these heads have {what}, which SGLang's EAGLE-3 layer does not; export them `--to vllm`."
+                f"these heads have {what}, which SGLang's EAGLE-3 layer does not support; export them `--to vllm`."
             )
     if config.own_embedding and config.hidden_size == config.feature_size:
         raise ExportError(
-            "these heads have an embedding of their own, and SGLang replaces it by the target's where both have the "
+            "these heads have an embedding of their own, but SGLang replaces it with the target's if both have the "
             "same width; export them `--to vllm`, or train heads with own_embedding=False."
         )
     if scales_embeddings(heads) and not config.own_embedding:
         raise ExportError(
-            "the target scales its embeddings, which SGLang's EAGLE-3 layer reads unscaled; export them `--to vllm`."
+            "the target scales its embeddings, but SGLang's EAGLE-3 layer reads them unscaled; export them "
+            "`--to vllm`."
         )
     fields = {"architectures": ["LlamaForCausalLMEagle3"], **llama_fields(heads, "sglang"), **size_fields(heads)}
     fields |= {flag: getattr(config, flag) for flag in FLAGS}
@@ -187,7 +188,7 @@ def _authors(heads: Eagle3Head) -> Layout:
     config = heads.config
     if variants := [flag for flag in (*FLAGS, "qk_norm") if getattr(config, flag)]:
         raise ExportError(
-            f"these heads have {variants}, which EAGLE-3's own code does not know; export them `--to vllm`."
+            f"these heads have {variants}, which EAGLE-3's own code does not support; export them `--to vllm`."
         )
     if config.attention_out_bias or config.mlp_bias:
         raise ExportError(
@@ -198,10 +199,13 @@ def _authors(heads: Eagle3Head) -> Layout:
     if levels is not None and (depth is None or tuple(levels) != default_feature_layers(depth)):
         if depth is not None:
             raise ExportError(
-                f"these heads read the hidden states {levels}, and EAGLE-3's own code always reads 2, N // 2 and "
+                f"these heads read the hidden states {levels}, but EAGLE-3's own code always reads 2, N // 2 and "
                 f"N - 3 of N={depth} layers; export them `--to vllm` or `--to sglang`."
             )
-        notes.append(f"EAGLE-3's own code reads the levels 2, N // 2 and N - 3, these heads {levels}: compare the two")
+        notes.append(
+            f"EAGLE-3's own code reads the levels 2, N // 2 and N - 3, and these heads read {levels}: check that "
+            "they agree"
+        )
     fields = {"architectures": ["LlamaForCausalLM"], **llama_fields(heads, "eagle3"), **size_fields(heads)}
     del fields["attention_bias"]
     fields |= {"qkv_bias": True} if config.attention_bias else {}

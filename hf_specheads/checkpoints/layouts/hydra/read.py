@@ -145,7 +145,7 @@ def _sizes(raw_config: RawConfig, tensors: Tensors, numbering: Numbering) -> dic
 def _offset(raw_config: RawConfig) -> int:
     offset = raw_config.get(keys.OFFSET, 0)
     if isinstance(offset, bool) or not isinstance(offset, int):
-        raise HeadConfigError(f"config.json has hidden_state_offset={offset!r}, expected an integer from 0.")
+        raise HeadConfigError(f"config.json has hidden_state_offset={offset!r}, expected a non-negative integer.")
     return offset
 
 
@@ -199,6 +199,6 @@ def _rope_of(table: torch.Tensor, parameters: dict[str, Any], notes: list[str]) 
         notes.append(f"rope_theta={base} from the stored table")
     if not fits(base):
         raise CheckpointShapeError(
-            f"{keys.ROPE_TABLE} is no table of rotary frequencies of any base; the file is damaged."
+            f"{keys.ROPE_TABLE} is not a table of rotary frequencies for any base; the file is damaged."
         )
     return {**parameters, "rope_theta": base}

@@ -24,7 +24,7 @@ def layout(heads: HydraHead) -> Layout:
     config = heads.config
     if heads.lm_heads is None:
         raise ExportError(
-            "these heads share the target's `lm_head`, and the authors' layout has one per head; train heads with "
+            "these heads share the target's `lm_head`, but the authors' layout has one per head; train heads with "
             "lm_head='own'."
         )
     fields: dict[str, Any] = {
@@ -43,7 +43,9 @@ def layout(heads: HydraHead) -> Layout:
     notes = common_notes(heads)
     if config.head_arch == "prefix-mlp":
         fields |= _layer_fields(heads)
-        notes.append("the authors' code builds the prefix layer from the target's config: sizes must be the target's")
+        notes.append(
+            "the authors' code builds the prefix layer from the target's config: its sizes must be those of the target"
+        )
     return Layout(fields, _tensors(heads), notes, weight_file="hydra_lm_head.pt")
 
 

@@ -89,7 +89,9 @@ def _heads_alone(source: Source, notes: list[str]) -> tuple[Tensors, torch.Tenso
     inside = {IN_TARGET.sub("", key, count=1): value for key, value in tensors.items() if IN_TARGET.match(key)}
     if len(inside) in (0, len(tensors)):
         return inside or tensors, None
-    notes.append(f"only the heads are read; load the target from {source.name!r} too, it was trained with them")
+    notes.append(
+        f"only the heads are read; load the target from {source.name!r} too, because it was trained with them"
+    )
     embedding = next((tensors[key] for key in EMBEDDINGS if key in tensors), None)
     return inside, embedding
 
@@ -115,8 +117,8 @@ def _parts(tensors: Tensors, served_bias: bool | None) -> tuple[Blocks, dict[int
             unknown.append(key)
     if unknown:
         raise CheckpointKeysError(
-            f"the tensors are not only those of Medusa heads: unknown {sorted(unknown)[:6]}. A reduced vocabulary "
-            "(`token_map`) is not read; otherwise the file is of another kind, or damaged."
+            f"the file has tensors that Medusa heads do not have: {sorted(unknown)[:6]}. A reduced vocabulary "
+            "(`token_map`) is not supported; otherwise the file is of another kind, or damaged."
         )
     _check_numbering(blocks, projections, places)
     ordered = {head: [blocks[head][index] for index in sorted(blocks[head])] for head in sorted(blocks)}
@@ -125,8 +127,8 @@ def _parts(tensors: Tensors, served_bias: bool | None) -> tuple[Blocks, dict[int
     served = any(SERVED_BLOCK.fullmatch(key) for key in tensors)
     if without and (len(without) < len(every) or not served or served_bias):
         raise CheckpointKeysError(
-            f"{len(without)} of {len(every)} blocks have no bias; the authors' blocks all have one, and vLLM's all or "
-            "none, as `medusa_fc_bias` says. The file is damaged, download it again."
+            f"{len(without)} of {len(every)} blocks have no bias; in the authors' files all blocks have one, and in "
+            "vLLM's all or none, as `medusa_fc_bias` says. The file is damaged, download it again."
         )
     for parts in without:
         parts["bias"] = parts["weight"].new_zeros(parts["weight"].shape[:1])

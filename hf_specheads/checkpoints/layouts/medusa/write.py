@@ -75,7 +75,7 @@ def _old_vllm(heads: MedusaHead) -> Layout:
     config = heads.config
     if heads.lm_heads is None:
         raise ExportError(
-            "these heads share the target's `lm_head`, and vLLM's Medusa has one per head in the file; train heads "
+            "these heads share the target's `lm_head`, but vLLM's Medusa has one per head in the file; train heads "
             "with lm_head='own'."
         )
     fields = {

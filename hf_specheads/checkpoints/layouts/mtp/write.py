@@ -41,8 +41,8 @@ def layout(heads: MtpHead) -> Layout:
         "transformers_version": transformers.__version__,
     }
     notes = [
-        "engines read MTP layers out of the target's checkpoint: put the weight file beside the target's own, and "
-        "name it in `model.safetensors.index.json` for all `mtp.*` tensors"
+        "engines read MTP layers from the target's checkpoint: put the weight file next to the target's own, and list "
+        "it in `model.safetensors.index.json` for all `mtp.*` tensors"
     ]
     return Layout(fields, _named(heads, names, "mtp.layers.0."), notes + common_notes(heads))
 
@@ -62,7 +62,7 @@ def speculators_layout(heads: MtpHead, target: PreTrainedModel | str | None) -> 
     model_type = (heads.config.layer_config or {}).get("model_type")
     if model_type not in speculators.MTP_LAYER_TYPES:
         raise ExportError(
-            f"these are layers of {model_type!r}, and `speculators` has MTP layers of "
+            f"these are layers of {model_type!r}, but `speculators` supports only MTP layers of "
             f"{list(speculators.MTP_LAYER_TYPES)}; export them `--to mtp`."
         )
     names = {ours: speculators.MTP_LAYER + theirs for theirs, ours in speculators.MTP_NAMES.items()}
@@ -86,12 +86,12 @@ def _check(heads: MtpHead) -> None:
     config = heads.config
     if config.native:
         raise ExportError(
-            "these MTP layers are the target's own, and its checkpoint has them already; only fine-tuned ones are "
-            "written."
+            "these MTP layers are the target's own and already in its checkpoint; only fine-tuned layers can be "
+            "exported."
         )
     if config.num_mtp_layers != 1:
         raise ExportError(
-            f"these heads have {config.num_mtp_layers} MTP layers, and the layouts have one; keep them in this "
+            f"these heads have {config.num_mtp_layers} MTP layers, but the layouts have only one; keep them in this "
             "package's own layout."
         )
 

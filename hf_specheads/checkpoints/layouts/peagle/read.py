@@ -37,15 +37,15 @@ def convert(source: Source) -> Conversion:
     tensors, raw_config = dict(source.tensors), source.raw_config
     mask = tensors.pop(MASK_HIDDEN, None)
     if mask is None:
-        raise CheckpointKeysError(f"`{MASK_HIDDEN}` is missing: without it these are no P-EAGLE heads.")
+        raise CheckpointKeysError(f"`{MASK_HIDDEN}` is missing: without it these are not P-EAGLE heads.")
     deeper = {key: tensors.pop(key) for key in list(tensors) if DEEPER.fullmatch(key)}
     layers = 1 + _deeper_layers(deeper)
     raw_layer = {name: value for name, value in raw_config.items() if name != "num_hidden_layers"}
     shared = eagle3.convert(Source(raw_layer, tensors, source.name))
     if tuple(mask.shape) != (1, 1, shared.tensors["fc.weight"].shape[1]):
         raise CheckpointShapeError(
-            f"`{MASK_HIDDEN}` is {list(mask.shape)}, expected [1, 1, {shared.tensors['fc.weight'].shape[1]}] as "
-            "fc.weight reads."
+            f"`{MASK_HIDDEN}` has the shape {list(mask.shape)}, expected [1, 1, "
+            f"{shared.tensors['fc.weight'].shape[1]}] to fit fc.weight."
         )
     fields = {name: value for name, value in shared.config.to_dict().items() if name not in ("model_type", "method")}
     name = MASK_TOKEN if raw_config.get(MASK_TOKEN) is not None else VLLM_MASK_TOKEN
@@ -70,5 +70,7 @@ def _deeper_layers(tensors: dict[str, torch.Tensor]) -> int:
         if missing := sorted(expected - names):
             raise CheckpointKeysError(f"layers.{number_} lacks {missing[:3]}; the file is damaged, download it again.")
     if found and set(found) != set(range(1, 1 + len(found))):
-        raise CheckpointKeysError(f"the layers {sorted(found)} after the first do not follow one another.")
+        raise CheckpointKeysError(
+            f"the layers after the first are numbered {sorted(found)}, expected 1, 2, ... without gaps."
+        )
     return len(found)

@@ -48,14 +48,14 @@ def convert(source: Source) -> Conversion:
     kind = raw_config.get(keys.KIND, keys.EAGLE_KIND)
     if kind not in keys.KINDS:
         raise UnknownFormatError(
-            f"these are a `speculators` model of type {kind!r}; types {list(keys.KINDS)} are read."
+            f"this is a `speculators` model of type {kind!r}; supported types: {list(keys.KINDS)}."
         )
     layer = raw_config.get(keys.LAYER_CONFIG)
     if not isinstance(layer, dict):
         raise HeadConfigError(f"config.json has {keys.LAYER_CONFIG}={layer!r}, expected an object.")
     if kind != keys.MTP_KIND and layer.get("model_type", keys.LLAMA) not in keys.LAYER_TYPES:
         raise HeadConfigError(
-            f"config.json describes a layer of {layer['model_type']!r}, expected {keys.LAYER_TYPES}."
+            f"config.json describes a layer of {layer['model_type']!r}, expected one of {keys.LAYER_TYPES}."
         )
     flat = {**layer, **_rope_of(raw_config, layer)}
     if kind == keys.MTP_KIND:
@@ -81,7 +81,9 @@ def _block_config(raw_config: RawConfig, kind: str) -> RawConfig:
     fields = {name: raw_config[name] for name in keys.BLOCK_FIELDS if raw_config.get(name) is not None}
     levels = raw_config.get(keys.AUX_LAYERS)
     if not isinstance(levels, list) or not all(type(level) is int and level >= 0 for level in levels):
-        raise HeadConfigError(f"config.json has {keys.AUX_LAYERS}={levels!r}, expected a list of hidden states.")
+        raise HeadConfigError(
+            f"config.json has {keys.AUX_LAYERS}={levels!r}, expected a list of indices of hidden states."
+        )
     fields.setdefault("sliding_window_non_causal", kind == keys.DFLASH2_KIND)
     fields.setdefault("sample_from_anchor", bool(fields.get("shift_label", kind == keys.DSPARK_KIND)))
     return fields | {dflash_keys.TAPS: [level - 1 for level in levels], "window_from": "anchor"}
@@ -93,7 +95,8 @@ def _rope_of(raw_config: RawConfig, layer: RawConfig) -> RawConfig:
     for name, value in outside.items():
         if layer.get(name, value) != value:
             raise HeadConfigError(
-                f"config.json says {name}={value!r} and, in {keys.LAYER_CONFIG}, {layer[name]!r}; correct one."
+                f"config.json says {name}={value!r}, but in {keys.LAYER_CONFIG} it says {layer[name]!r}; correct one "
+                "of the two."
             )
     return outside
 
@@ -102,8 +105,8 @@ def _with_residual(config: RawConfig) -> RawConfig:
     """Requires `norm_before_residual`, because the library itself and vLLM assume opposite defaults."""
     if boolean(config, "norm_before_residual") is None:
         raise HeadConfigError(
-            "config.json does not say `norm_before_residual`, and readers of this layout disagree about what that "
-            "means; add it, false for heads trained by EAGLE's, SpecForge's or ModelOpt's code."
+            "config.json lacks `norm_before_residual`, for which readers of this layout assume different defaults; "
+            "add it, as false for heads trained with EAGLE's, SpecForge's or ModelOpt's code."
         )
     return config
 
@@ -122,7 +125,7 @@ def _eagle_tensors(raw_config: RawConfig, tensors: Tensors) -> Tensors:
         stated = boolean(raw_config, field)
         if stated is not None and stated != (key in tensors):
             raise CheckpointKeysError(
-                f"config.json says {field}={str(stated).lower()}, and the file has {'a' if key in tensors else 'no'} "
+                f"config.json says {field}={str(stated).lower()}, but the file has {'a' if key in tensors else 'no'} "
                 f"tensor {key}; one of the two is damaged."
             )
     return renamed(tensors, _eagle_name)

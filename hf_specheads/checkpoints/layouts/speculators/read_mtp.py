@@ -36,7 +36,7 @@ def convert(source: Source) -> Conversion:
         **special_tokens(source.raw_config),
     }
     if len(tensors) < len(source.tensors):
-        notes.append("embedding and `lm_head` in the file are copies of the target's, which is asked itself")
+        notes.append("embedding and `lm_head` in the file are copies of the target's; the target's own are used")
     return Conversion(
         config_of(MtpHeadConfig, fields, source.name), joined_experts(renamed(tensors, _our_name)), notes
     )
@@ -46,7 +46,7 @@ def _our_name(key: str) -> str:
     rest = key.removeprefix(keys.MTP_LAYER)
     if rest == key:
         raise UnknownFormatError(
-            f"the file has a tensor {key}, and MTP layers are read with one, `{keys.MTP_LAYER}*`."
+            f"the file has a tensor {key}, but only files with the single MTP layer `{keys.MTP_LAYER}*` are supported."
         )
     module, _, kind = rest.rpartition(".")
     if module in keys.MTP_NAMES:

@@ -53,13 +53,13 @@ def layout(heads: Eagle3Head, target: PreTrainedModel | str | None) -> Layout:
     config = heads.config
     if config.feature_size != config.hidden_size:
         raise ExportError(
-            f"these heads are {config.hidden_size} wide and their target {config.feature_size}; `speculators` has "
-            "heads as wide as their target only. Export them `--to vllm`."
+            f"these heads are {config.hidden_size} wide and their target is {config.feature_size} wide, but "
+            "`speculators` supports only heads as wide as their target; export them `--to vllm`."
         )
     if scales_embeddings(heads) and not config.own_embedding:
         raise ExportError(
-            "the target scales its embeddings, which `speculators` reads unscaled from the target; train heads with "
-            "own_embedding=True, or export them `--to vllm`."
+            "the target scales its embeddings, but `speculators` reads them unscaled from the target; train heads "
+            "with own_embedding=True, or export them `--to vllm`."
         )
     layer_fields = {**llama_fields(heads, "speculators"), **_kept_for_vllm(heads)}
     layer_fields["attention_bias"] = config.attention_bias or config.attention_out_bias
@@ -108,8 +108,8 @@ def _verifier(heads: DraftHead, target: PreTrainedModel | str | None) -> tuple[s
     name = name or target_name(heads)
     if not name:
         raise ExportError(
-            "the layout of `speculators` names the target, and these heads do not remember theirs; pass its name or "
-            "folder (`target=`, `--target`)."
+            "the layout of `speculators` must name the target, but these heads do not store the name of theirs; pass "
+            "its name or folder (`target=`, `--target`)."
         )
     model_type = str((heads.config.target or {}).get("model_type"))
     guessed = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)

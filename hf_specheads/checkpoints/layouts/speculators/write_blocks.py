@@ -45,7 +45,9 @@ def layout(heads: BlockHead, target: PreTrainedModel | None) -> Layout:
     if config.causal:
         raise ExportError("`speculators` has no causal blocks (JetSpec); export these heads `--to dflash`.")
     if config.sliding_layers and config.window_from != "anchor":
-        notes.append("windows count from the root there, from each row here: later rows of a block see a little more")
+        notes.append(
+            "the layout counts windows from the root, not from each row: later rows of a block see a little more"
+        )
     kind, of_method = _of_method(heads)
     depth = target_depth(heads, target)
     layers = qwen3_fields(heads, "speculators")
@@ -87,7 +89,7 @@ def _of_method(heads: BlockHead) -> tuple[str, dict[str, Any]]:
         return keys.DFLASH_KIND, {}
     if heads.pruned_token_ids is not None:
         raise ExportError(
-            "`speculators` has DFlash 2 heads over the whole vocabulary only, and these are pruned; call "
+            "`speculators` supports DFlash 2 heads only over the whole vocabulary, but these are pruned; call "
             "heads.prune_draft_vocabulary(None) first."
         )
     return keys.DFLASH2_KIND, {name: getattr(heads.config, name) for name in SELECTOR_FIELDS}
