@@ -73,7 +73,7 @@ class Acceptance:
         self.memories[0].fade(NEW_TEXT_KEEPS)
 
     def rates(self, depth: int) -> list[float]:
-        """Acceptance rates by position; [`tokens_of`] them gives the expected tokens of chains of any depth."""
+        """Acceptance by position (pos-acc); [`tokens_of`] them gives the expected tokens of chains of any depth."""
         likeliest = max(memory.fit for memory in self.memories)
         weights = [math.exp(memory.fit - likeliest) / math.sqrt(memory.forgets) for memory in self.memories]
         heard = [(weight, memory.rates(depth)) for weight, memory in zip(weights, self.memories, strict=True)
