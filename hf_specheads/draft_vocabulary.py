@@ -39,7 +39,7 @@ def draft_ids_problem(token_ids: torch.Tensor, vocab_size: int) -> str | None:
         outside = int(token_ids[(token_ids < 0) | (token_ids >= vocab_size)][0])
         return f"the draft vocabulary has the token id {outside}, and the target's ids are 0 to {vocab_size - 1}"
     if bool((token_ids[1:] <= token_ids[:-1]).any()):
-        return "the token ids of a draft vocabulary must ascend, each once"
+        return "the token ids of a draft vocabulary must be ascending, without repetition"
     return None
 
 
@@ -52,7 +52,7 @@ def mapping_problem(d2t: torch.Tensor, t2d: torch.Tensor) -> str | None:
     if len(drafted) != len(d2t):
         return f"`t2d` marks {len(drafted)} tokens, and `d2t` has {len(d2t)}"
     if bool((drafted != token_ids).any()):
-        return "`t2d` marks other tokens than those `d2t` leads to"
+        return "`t2d` and `d2t` disagree about which tokens are drafted"
     return None
 
 

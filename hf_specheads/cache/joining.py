@@ -34,7 +34,7 @@ def joining_problem(cache: Cache) -> str | None:
     """Says why sequences cannot join and leave the batch of a cache; `None` if they can."""
     for layer in cache.layers:
         if type(layer) not in JOINED_LAYERS:
-            return f"what its cache keeps of a text in layers of class {type(layer).__name__} depends on other texts"
+            return f"its cache has layers of class {type(layer).__name__}, which depend on all texts of a batch"
     return None
 
 

@@ -57,7 +57,7 @@ def refuse_call(target: PreTrainedModel, mode: GenerationMode, config: Generatio
         "encoder-decoder targets": bool(target.config.is_encoder_decoder),
         f"this recurrent target ({recurrence_problem(target)})": recurrence_problem(target) is not None,
         "use_cache=False": config.use_cache is False,
-        f"cache_implementation={config.cache_implementation!r} (rounds read and write all layers where they are)": (
+        f"cache_implementation={config.cache_implementation!r} (rounds need all layers on their devices)": (
             config.cache_implementation in OFFLOADED_CACHES
         ),
         "output_attentions=True": bool(config.output_attentions),
@@ -257,10 +257,10 @@ def _refuse_compiled(
 ) -> None:
     """Refuses what does not go with rounds of fixed shapes."""
     reasons = {
-        f"stop_below={options.tree.stop_below}, which leaves levels out": options.tree.stop_below > 0,
+        f"stop_below={options.tree.stop_below}, which may leave levels out": options.tree.stop_below > 0,
         "a call without max_length": config.max_length is None,
         "heads.loop = 'transformers'": options.loop == "transformers",
-        "flex attention, whose block masks are made anew in every round": (
+        "flex attention, whose block masks are built again in every round": (
             target.config.get_text_config(decoder=True)._attn_implementation == "flex_attention"
         ),
         f"{type(target).__name__}: {tree_problem_of(target, cache)}": tree_problem_of(target, cache) is not None,

@@ -355,7 +355,7 @@ def _refuse_in_streams(
     reasons = {
         "compiled rounds, whose shapes are fixed (`heads.compiled = False`)": options.compiled,
         "return_dict_in_generate=True": bool(config.return_dict_in_generate),
-        f"num_return_sequences={config.num_return_sequences} (ask for the request so many times)": (
+        f"num_return_sequences={config.num_return_sequences} (pass the request that many times)": (
             (config.num_return_sequences or 1) > 1
         ),
         "padding": mask is not None and not bool(mask.all()),
@@ -376,11 +376,11 @@ def _refuse_to_join(
     if not rounds_go_back(target, options, batch, cache):
         return
     if counts_padding(target):
-        problem = "it takes in the padding that texts of other lengths would have beside longer ones"
+        problem = "it reads the padding that shorter texts have beside longer ones"
     elif "attention_mask" not in forward_parameters(target):
-        problem = "its forward takes no attention mask, which hides the padding of shorter texts"
+        problem = "its forward takes no attention mask, which is needed to hide the padding of shorter texts"
     elif not is_recurrent(target) and model_kwargs.get("position_ids") is None and not finds_begins(target):
-        problem = "it counts positions by itself, and the padding of shorter texts too"
+        problem = "it computes positions by itself and counts the padding of shorter texts"
     if problem := problem or joining_problem(cache):
         raise UnsupportedGenerationError(
             f"a stream of requests is not supported for {type(target).__name__} here: {problem}; call `generate` with "

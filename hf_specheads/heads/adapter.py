@@ -29,7 +29,7 @@ def check_adapter(config: DraftHeadConfig, target: PreTrainedModel) -> None:
         return
     if any(fingerprints_match(wanted["fingerprint"], fingerprint) for fingerprint in found):
         return
-    state = "has another adapter" if found else "has no adapter in force"
+    state = "has another adapter" if found else "has no active adapter"
     raise WrongTargetError(
         f"these {config.method} heads were trained together with an adapter of their target, but "
         f"{target.config.name_or_path or type(target).__name__!r} {state}; call `heads.load_target_adapter(target)` "

@@ -161,7 +161,7 @@ def language_model_problem(model: PreTrainedModel) -> str | None:
     if config.is_encoder_decoder:
         return "it is an encoder-decoder model"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or model.get_output_embeddings() is None:
-        return "it is no causal language model of text alone; load one with AutoModelForCausalLM"
+        return "it is not a text-only causal language model; load one with AutoModelForCausalLM"
     if getattr(model, "_is_stateful", False):
         return "its state cannot be rolled back"
     parameters = forward_parameters(model)
@@ -171,7 +171,7 @@ def language_model_problem(model: PreTrainedModel) -> str | None:
         return f"its forward takes no {missing[0]}"
     other = {type(layer).__name__ for layer in DynamicCache(config=config).layers if type(layer) is not DynamicLayer}
     if other or getattr(config, "attention_chunk_size", None):
-        return f"not all of its layers attend to everything (cache layers {sorted(other)})"
+        return f"some of its layers do not attend to the whole text (cache layers {sorted(other)})"
     if config._attn_implementation not in MASKED_ATTENTION:
         return f"its attention implementation {config._attn_implementation!r} takes no 4D mask; load it with 'sdpa'"
     return None

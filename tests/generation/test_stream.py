@@ -228,7 +228,7 @@ class EndsAll(StoppingCriteria):
 @pytest.mark.parametrize(
     ("options", "said"),
     [({"return_dict_in_generate": True}, "does not support return_dict_in_generate"),
-     ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2 \\(ask for the request so many times"),
+     ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2 \\(pass the request that many times"),
      ({"stopping_criteria": StoppingCriteriaList([EndsAll()])}, "look at all texts at once \\(EndsAll\\)"),
      ({"num_beams": 2}, "beam")],
 )  # fmt: skip

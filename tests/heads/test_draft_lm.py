@@ -233,7 +233,7 @@ def test_a_draft_model_made_for_a_target_refuses_another():
 @pytest.mark.parametrize(
     ("family", "words"),
     [("mistral", "Sliding"), ("gemma3", "Sliding"), ("qwen2-window", "Sliding"), ("bloom", "position_ids"),
-     ("lfm2", "attend to everything"), ("llama4", "attend to everything")],
+     ("lfm2", "do not attend to the whole text"), ("llama4", "do not attend to the whole text")],
 )  # fmt: skip
 def test_models_that_cannot_draft_trees(family, words):
     with pytest.raises(ValueError, match=f"cannot draft trees: .*{words}"):

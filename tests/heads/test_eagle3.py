@@ -426,7 +426,7 @@ def test_warm_starts_that_do_not_fit_are_refused(deep) -> None:
         ({"feature_layers": (2, -2)}, "or -1 for the last"),
         ({"draft_vocab_size": 40}, "pass `draft_token_ids`"),
         ({"draft_vocab_size": 40, "draft_token_ids": [1, 2]}, "draft over 40 tokens, got 2"),
-        ({"draft_token_ids": [1, 1, 2]}, "must ascend, each once"),
+        ({"draft_token_ids": [1, 1, 2]}, "must be ascending"),
         ({"draft_token_ids": [1, 99]}, "token id 99"),
         ({"draft_vocab_size": 100, "draft_token_ids": [1]}, "between 1 and `vocab_size`"),
         ({"fc_norm": True, "norm_before_fc": True}, "set only one of them"),

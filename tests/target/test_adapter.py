@@ -83,7 +83,7 @@ def test_a_target_without_the_adapter_is_refused(saved: Path, state: str) -> Non
     )()
     if state == "switched off":
         switch_off(target)
-    words = "has another adapter" if state == "other" else "has no adapter in force"
+    words = "has another adapter" if state == "other" else "has no active adapter"
     with pytest.raises(WrongTargetError, match=rf"{words}; call `heads\.load_target_adapter\(target\)`"):
         plain(target, prompt(), 4, assistant_model=heads)
     heads.config.target_adapter = None  # as the message says, for an adapter that is merged into the weights

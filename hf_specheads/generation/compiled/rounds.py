@@ -37,15 +37,15 @@ from .toolchain import warm_up_toolchain
 logger = logging.get_logger(__name__)
 
 OF_THEIR_OWN = (
-    "the layers of %s seem alike and are not to torch.compile (%s): each is compiled for itself, and the first "
-    "compiled call takes longer."
+    "the layers of %s seem alike, but torch.compile treats them as different (%s): each is compiled separately, and "
+    "the first compiled call takes longer."
 )
 LINKS_OF_THEIR_OWN = (
-    "the links of a chain seem alike and are not to torch.compile (%s): each is compiled for itself, and the first "
-    "compiled call takes longer."
+    "the links of a chain seem alike, but torch.compile treats them as different (%s): each is compiled separately, "
+    "and the first compiled call takes longer."
 )
 ROWS_OF_THEIR_OWN = (
-    "torch.compile makes no code of %s for any number of rows (%s): trees of other sizes are compiled for themselves."
+    "torch.compile cannot compile %s for any number of rows at once (%s): each size of tree is compiled separately."
 )
 SMALLEST_BUCKET = 256
 LINK_TENSORS = 6  # tensors that every link gets; where a specialist starts, the rows it has not seen yet are added

@@ -25,8 +25,8 @@ TOO_MANY = (
     "similar batch size, length and draft tree share their graphs."
 )
 CHANGES_TOO_OFTEN = (
-    "what `heads.compiled` compiles is another in every call (hooks that come and go, say), and was compiled anew too "
-    "often: from now on it runs uncompiled."
+    "what `heads.compiled` compiles changes from call to call (for example by hooks that come and go) and was "
+    "compiled again too often: from now on it runs uncompiled."
 )
 
 

@@ -386,6 +386,6 @@ class Pace:
         enough = 1 if self.budget.debt > 0 else ROUNDS_BEFORE_A_VERDICT  # in debt, even one round was expensive enough
         known = [choice for choice, tried in enumerate(self.gains.tried) if tried.rounds >= enough]
         if not known or self.best != PLAIN:
-            return "to time them, for the choice of what to draft, or because drafts did not pay in this text"
+            return "because they were being timed, or because drafts did not pay in this text"
         gain = max(self.rate(choice) for choice in known)
         return f"because a drafted round gave {gain:.2f} of the tokens per second of plain steps"

@@ -114,9 +114,9 @@ def accept_typically(verification: Verification) -> list[Accepted]:
 def typical_problem(options: DraftingOptions) -> str | None:
     """Why typical acceptance cannot serve these options; `None` if it can."""
     if options.loop == "transformers":
-        return "is not what transformers' own loop does; use `heads.loop = 'own'`"
+        return "is not supported by transformers' own loop; use `heads.loop = 'own'`"
     if options.tree.children == "sampled":
-        return "draws nothing, and these heads draw their children; use `heads.with_tree(children='top_k')`"
+        return "does not work with drawn children; use `heads.with_tree(children='top_k')`"
     if not 0 <= options.posterior_threshold <= 1:
         return f"takes a `posterior_threshold` from 0 to 1, got {options.posterior_threshold!r}"
     if not 0 <= options.posterior_alpha < float("inf"):
