@@ -56,7 +56,7 @@ class Alternative:
         if not self.changes:
             return self.mend
         fields = "; ".join(f"heads.config.{name} = {value!r}" for name, value in self.changes.items())
-        return f"set `{fields}` (`specheads doctor --write FOLDER` saves the repaired heads)"
+        return f"set `{fields}`, save and load the heads again (`specheads doctor --write FOLDER` saves the repaired heads)"
 
 
 @contextmanager
@@ -90,6 +90,8 @@ def _follow(heads: DraftHead, changes: dict[str, Any], scale: float, undo: ExitS
     if "embedding_scale" in changes:
         _set(heads, "_embedding_factor", heads._embedding_factor * changes["embedding_scale"] / scale, undo)
     made = {name: changes[name] for name in changes.keys() & {"norm_before_residual"}}
+    if "inputs" in changes:
+        made["_inputs"] = changes["inputs"]
     if "hidden_act" in changes:
         made["act_fn"] = ACT2FN[changes["hidden_act"]]
     for module in heads.modules():

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.heads import scrambled_heads
+from support.targets import prompt
 
 from benchmarks.diagnosis.lab import Case
 from benchmarks.diagnosis.plantings import (
@@ -18,9 +20,11 @@ from benchmarks.diagnosis.plantings import (
     weights,
 )
 from benchmarks.diagnosis.tiny import fresh_heads, scaling_target
-from hf_specheads import DraftHead
+from hf_specheads import DraftHead, load_heads
 from hf_specheads.diagnosis.alternative import put_into_force, tried
+from hf_specheads.diagnosis.hypotheses import alternatives
 from hf_specheads.diagnosis.layouts import attention_shapes, embedding_scales, layouts
+from hf_specheads.tree.config import DraftTreeConfig
 
 
 def stirred(heads: DraftHead) -> DraftHead:
@@ -78,3 +82,28 @@ def test_scales_of_embeddings_only_where_a_target_has_one(deep) -> None:
     target = scaling_target()
     (one,) = embedding_scales(fresh_heads(target, "eagle"), target)
     assert one.embedding == pytest.approx(32**-0.5)
+
+
+@pytest.mark.parametrize("method", ["eagle", "poss", "eagle3", "poss-eagle3", "dflash", "hydra", "peagle"])
+def test_what_is_tried_on_live_heads_is_what_loaded_ones_do(deep, method: str, tmp_path) -> None:
+    """Heads may keep copies of config fields; none may be forgotten when a field is changed."""
+    original = scrambled_heads(deep, method)
+    levels = tuple(getattr(original.config, "feature_layers", None) or (-1,))
+    tried_ones = [one for one in alternatives(original, deep, deep.config.num_hidden_layers, levels)
+                  if one.changes and "feature_layers" not in one.changes]  # fmt: skip
+    names = {name for one in tried_ones for name in one.changes}
+    assert "inputs" in names or method not in ("eagle", "poss")
+    for number, one in enumerate(tried_ones):
+        heads = copy.deepcopy(original)
+        put_into_force(heads, one.changes)
+        heads.save_pretrained(tmp_path / str(number))
+        loaded = load_heads(tmp_path / str(number))
+        live, anew = (drafted(deep, each) for each in (heads, loaded))
+        assert live == anew, f"{one.changes} is not in force"
+
+
+def drafted(target, heads) -> list:
+    """Token ids of all drafts of a generation."""
+    heads.tree_config, heads.adaptive, heads.trace = DraftTreeConfig(kind="chain", depth=3), False, True
+    target.generate(prompt(), assistant_model=heads, max_new_tokens=12, do_sample=False)
+    return [tree.token_ids.tolist() for tree in heads.last_stats.trees]
