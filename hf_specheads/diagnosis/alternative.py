@@ -56,7 +56,10 @@ class Alternative:
         if not self.changes:
             return self.mend
         fields = "; ".join(f"heads.config.{name} = {value!r}" for name, value in self.changes.items())
-        return f"set `{fields}`, save and load the heads again (`specheads doctor --write FOLDER` saves the repaired heads)"
+        return (
+            f"set `{fields}`, save and load the heads again (`specheads doctor --write FOLDER` saves the repaired "
+            "heads)"
+        )
 
 
 @contextmanager
