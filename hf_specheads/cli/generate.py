@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from .arguments import add_model_arguments, load_pair
 from .display import emit, marked_text, note, number, plain_steps_text, pos_acc_text, use_colour
@@ -14,6 +14,18 @@ from .measure import Sample, Summary, run_sample
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..diagnosis.difference import Difference
+    from ..heads.base import DraftHead
+
+AT_A_TIE = (
+    "The texts differ where two tokens are so close that rounding decides between them. Generated again, with other "
+    "draft trees, they were the same."
+)
+NOT_AGAIN = (
+    "The texts differ by more than rounding, but were the same when they were generated again. `specheads diff` "
+    "compares texts for which heads draft in every round."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,21 +92,43 @@ def run(args: argparse.Namespace) -> int:
     note(args, "Generating ...")
     # The same seed gives the same tokens with and without heads.
     sample = run_sample(target, heads, inputs, compare=args.compare, seed=args.seed, **options)
-    difference = None
+    difference, at_a_tie = None, False
     if sample.identical is False and not options["do_sample"]:
-        from ..diagnosis.difference import explain_difference
-
         note(args, "The texts differ; looking for the reason ...")
-        difference = explain_difference(target, inputs, heads, tokenizer=tokenizer, **options)
+        difference, at_a_tie = _explained(sample, target, inputs, heads, tokenizer, options)
     text = tokenizer.decode(sample.token_ids, skip_special_tokens=True)
     shown = marked_text(sample.token_ids, sample.steps, tokenizer.decode, use_colour()) if args.mark else text
     if not streams:
-        why = {} if difference is None else {"difference": difference.to_dict()}
+        why = {} if difference is None else {"difference": difference.to_dict(), "at_a_tie": at_a_tie}
         emit(args, {**Summary([sample]).to_dict(), "text": text, "token_ids": sample.token_ids, **why}, shown)
     print(_statistics(sample), file=sys.stderr)
     if difference is not None:
-        print(f"\n{difference}", file=sys.stderr)
-    return int(sample.identical is False and (difference is None or difference.verdict != "tie"))
+        same_again = difference.verdict == "same"
+        print(f"\n{(AT_A_TIE if at_a_tie else NOT_AGAIN) if same_again else difference}", file=sys.stderr)
+    return int(sample.identical is False and not at_a_tie)
+
+
+def _explained(
+    sample: Sample,
+    target: PreTrainedModel,
+    inputs: dict[str, torch.Tensor],
+    heads: DraftHead,
+    tokenizer: PreTrainedTokenizerBase,
+    options: dict[str, Any],
+) -> tuple[Difference, bool]:
+    """Generates both texts again to explain why they differ. Also tells whether rounding decides where they do.
+
+    The texts may be the same this time: which trees are drafted depends on measured times, and every number of nodes
+    rounds differently. Then the tokens of the sample are judged.
+    """
+    from ..diagnosis.difference import explain_difference, part_at_a_tie
+
+    difference = explain_difference(target, inputs, heads, tokenizer=tokenizer, **options)
+    if difference.verdict != "same":
+        return difference, difference.verdict == "tie"
+    texts = sample.token_ids, cast(list[int], sample.plain_token_ids)
+    nodes = heads.tree_config.most_nodes
+    return difference, part_at_a_tie(target, inputs["input_ids"], *texts, nodes=nodes, **options)
 
 
 def _statistics(sample: Sample) -> str:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_specheads import PossHead, load_heads
 from hf_specheads.cli import COMMANDS, build_parser, main
 from hf_specheads.cli.demo import answer_problem, read_demo_prompts
+from hf_specheads.cli.measure import Sample, run_sample
 from hf_specheads.provenance import accelerators
 from hf_specheads.trainer import features, regenerate
 from hf_specheads.trainer.shipped_pair.chat import answer_text
@@ -120,6 +121,28 @@ def test_generate_compared(pair: Path, capsys: pytest.CaptureFixture, sampling: 
     arguments = ["generate", *models(pair), "--prompt", "w5 w6 w7", "--max_new_tokens", "10", "--compare", "--mark"]
     assert main([*arguments, *sampling]) == 0
     assert "identical to plain generate; speed-up" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tie", "code", "said"), [(True, 0, "rounding decides"), (False, 1, "by more than rounding")])
+def test_texts_that_differ_once(pair: Path, capsys, monkeypatch, tie: bool, code: int, said: str) -> None:
+    """Which trees are drafted depends on measured times: generated again, the texts may be the same."""
+
+    def another_text(*args, **options) -> Sample:
+        sample = run_sample(*args, **options)
+        sample.token_ids = [*sample.token_ids[:-1], (sample.token_ids[-1] + 1) % 8]
+        return sample
+
+    judged = []
+    monkeypatch.setattr("hf_specheads.cli.generate.run_sample", another_text)
+    monkeypatch.setattr(
+        "hf_specheads.diagnosis.difference.part_at_a_tie", lambda *args, **options: judged.append(args) or tie
+    )
+    arguments = ["generate", *models(pair), "--prompt", "w5 w6", "--max_new_tokens", "6", "--compare", "--json"]
+    assert main(arguments) == code
+    printed = capsys.readouterr()
+    ((_, prompt, ours, plain),) = judged
+    assert prompt.shape == (1, 2) and ours[:-1] == plain[:-1] and ours[-1] != plain[-1]
+    assert said in printed.err and json.loads(printed.out)["at_a_tie"] is tie
 
 
 def test_generate_with_another_tree(pair: Path, capsys: pytest.CaptureFixture) -> None:
