@@ -26,8 +26,8 @@ def test_what_is_no_vocabulary_is_refused(token_ids: list) -> None:
     ("d2t", "tokens", "words"),
     [
         ([2, 2, 6], [2, 3], "marks 2 tokens, and `d2t` has 3"),
-        ([2, 2, 6], [2, 3, 9], "other tokens"),
-        ([2, 1, 6], [2, 8], "must ascend"),
+        ([2, 2, 6], [2, 3, 9], "disagree about which tokens"),
+        ([2, 1, 6], [2, 8], "must be ascending"),
         ([2, 2, 8], [2, 3], "token id 10"),
         ([-1, 2, 6], [2, 3], "token id -1"),
     ],

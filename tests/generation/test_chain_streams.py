@@ -226,7 +226,7 @@ def test_sampled_texts_have_the_targets_distribution(children: str) -> None:
 def test_padding_that_is_taken_in_is_refused() -> None:
     target = target_of("deepseek_v4")
     heads = random_heads(target, "eagle", **CHAIN)
-    with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match="takes in the padding"):
+    with CountForwards(target) as forwards, pytest.raises(UnsupportedGenerationError, match="reads the padding"):
         list(generate_stream(target, heads, prompts()))
     assert forwards.count == 0
 
@@ -238,7 +238,7 @@ def test_targets_that_count_padding_are_refused(monkeypatch: pytest.MonkeyPatch)
     heads = oracle(target, wanted)
     with (
         CountForwards(target) as forwards,
-        pytest.raises(UnsupportedGenerationError, match="counts positions by itse"),
+        pytest.raises(UnsupportedGenerationError, match="computes positions by itse"),
     ):
         list(generate_stream(target, heads, requests(), 3, do_sample=False))
     assert forwards.count == 0

@@ -244,7 +244,7 @@ def test_models_that_are_no_causal_language_models(tmp_path):
     config = T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=37, num_layers=1, num_heads=4)
     with pytest.raises(ValueError, match="encoder-decoder"):
         DraftLanguageModel.from_model(T5ForConditionalGeneration(config))
-    with pytest.raises(ValueError, match="no causal language model"):
+    with pytest.raises(ValueError, match="not a text-only causal language model"):
         DraftLanguageModel.from_model(AutoModel.from_config(shared_target("llama").config))
     alibi = AutoConfig.for_model("falcon", vocab_size=99, hidden_size=32, num_hidden_layers=1, num_attention_heads=4,
                                  alibi=True)  # fmt: skip

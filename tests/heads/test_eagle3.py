@@ -377,9 +377,9 @@ def test_saved_heads_come_back_as_they_were(deep, tmp_path: Path, method: str, d
     ("change", "error", "words"),
     [
         (lambda t: t["t2d"].logical_not_(), CheckpointValueError, "`t2d` marks 20 tokens, and `d2t` has 79"),
-        (lambda t: t["d2t"].__setitem__(3, 95), CheckpointValueError, "must ascend"),
+        (lambda t: t["d2t"].__setitem__(3, 95), CheckpointValueError, "must be ascending"),
         (lambda t: t["d2t"].__setitem__(78, 60), CheckpointValueError, "token id 138"),
-        (lambda t: t.__setitem__("t2d", t["t2d"].roll(1)), CheckpointValueError, "other tokens"),
+        (lambda t: t.__setitem__("t2d", t["t2d"].roll(1)), CheckpointValueError, "disagree about which tokens"),
         (lambda t: t.__setitem__("d2t", t["d2t"].float()), CheckpointValueError, "expected torch.int64"),
         (lambda t: t.pop("t2d"), CheckpointKeysError, "missing.*t2d"),
     ],

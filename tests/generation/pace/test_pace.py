@@ -294,7 +294,7 @@ def test_debts_are_never_so_high_that_nothing_is_tried_again():
 
 def test_few_dear_rounds_are_the_reason_for_plain_steps():
     pace = Pace(menu_of(CPU_TREE))
-    assert pace.why_plain().startswith("to time them")
+    assert pace.why_plain().startswith("because they were being timed")
     simulate(pace, 12, World(0.0, 20.0, 20.0, noise=0))
     assert pace.budget.debt > 0 and max(tried.rounds for tried in pace.gains.tried) < 3 and pace.best == PLAIN
     assert pace.why_plain().startswith("because a drafted round gave 0.")
