@@ -39,6 +39,8 @@ from ..results import Result, column_table, footnote, number, percent, same_text
 from ..setup import Inputs
 from ..sides import TO_THE_END, Options, Run, generate_once, summarise, timed_in_turns
 
+SOURCES = ("hf_specheads", "hf_specheads/generation/compiled")  # a call asks whether kept code still holds
+
 PLAIN, PLAIN_COMPILED = "plain, eager", "plain, compiled, static cache"
 STAGES = ("draft", "target", "accept", "commit")
 COPIES = 8  # copies queued at once when the bandwidth of a device is measured
