@@ -35,6 +35,7 @@ from .speed import (
     few_rows,
     first_call,
     hybrid,
+    mixed_lengths,
     quantised,
     speedup,
     stream,
@@ -51,8 +52,8 @@ from .trees import default, kinds, replay, tune
 # none, or `shape` for random weights); `short_table(result)`, which documents show under the name NAME-short; and
 # `texts_agree(result)`, which decides the exit status (default: [`results.texts_agree`]).
 MODULES = (
-    speedup, batch, copies, stream, compiled, first_call, context, cache, hybrid, round_, unrecorded, few_rows, draws,
-    quantised, vocabulary, kinds, tune, default, replay, acceptance, curves, step, memory, switches, families, doctor,
+    speedup, batch, copies, mixed_lengths, stream, compiled, first_call, context, cache, hybrid, round_, unrecorded,
+    few_rows, draws, quantised, vocabulary, kinds, tune, default, replay, acceptance, curves, step, memory, switches, families, doctor,
     diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}

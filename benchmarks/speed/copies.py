@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 from hf_specheads.generation import loop
-from hf_specheads.generation.copies import copies_of_prompts
+from hf_specheads.generation.prompts import copies_of_prompts
 from hf_specheads.tuning.turns import take_turns
 
 from ..results import Result, footnote, markdown_table, number, speed_up

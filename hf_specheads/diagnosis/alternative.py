@@ -93,8 +93,6 @@ def _follow(heads: DraftHead, changes: dict[str, Any], scale: float, undo: ExitS
     if "embedding_scale" in changes:
         _set(heads, "_embedding_factor", heads._embedding_factor * changes["embedding_scale"] / scale, undo)
     made = {name: changes[name] for name in changes.keys() & {"norm_before_residual"}}
-    if "inputs" in changes:
-        made["_inputs"] = changes["inputs"]
     if "hidden_act" in changes:
         made["act_fn"] = ACT2FN[changes["hidden_act"]]
     for module in heads.modules():

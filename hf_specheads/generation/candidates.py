@@ -19,7 +19,6 @@ from ..tree.draft_tree import DraftTree
 from ..tree.graft import graft_path
 from .committed import NewRows
 from .compiled.rounds import CompiledRounds
-from .copies import SharedPrompts
 from .drafting.foresight import Reach, mood_after
 from .drafting.grow import grow_tree
 from .drafting.lookup import TextLookup
@@ -28,6 +27,7 @@ from .pace.favourites import Favourites, favourites_of_chain, favourites_of_tree
 from .pace.menu import largest, trees_of_call
 from .pace.pace import PLAIN, Pace
 from .pace.tallies import TextTally
+from .prompts import SharedPrompts
 from .sampling import DraftSampler
 from .verification.accepted import Accepted
 

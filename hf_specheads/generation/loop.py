@@ -28,7 +28,6 @@ from .ahead import DraftAhead, drafts_ahead
 from .candidates import DraftHeadCandidateGenerator
 from .committed import NewRows, PackedPaths
 from .compiled.rounds import bucket, compiled_rounds, verify_tree
-from .copies import SharedPrompts, copies_of_prompts, read_prompts
 from .kernels.any_length import any_length
 from .kernels.few_rows import FewRows
 from .kernels.unrecorded import guard_for
@@ -38,6 +37,7 @@ from .options import DraftingOptions
 from .outputs import EmittedOutputs
 from .pace.pace import PLAIN, Pace
 from .pace.paces import pace_of
+from .prompts import SharedPrompts, copies_of_prompts, groups_of_prompts, read_prompts
 from .sampling import TokenSampler
 from .sequences import Sequences
 from .stepwise import StepwiseCriteria
@@ -161,9 +161,10 @@ class RoundLoop:
         """Runs the prompt's forward and chooses the first token. Returns the prompt as rows for the draft head."""
         began, prompt = time.perf_counter(), self.sequences.padded()
         copies, call = copies_of_prompts(self.config, self.model_kwargs), (self.config, self.model_kwargs)
+        groups = groups_of_prompts(self.target, *call, copies)
         with self.unrecorded():
-            outputs, features = read_prompts(self.reader, self.target, prompt, *call, copies)
-        self.stats.target_forwards += 1
+            outputs, features = read_prompts(self.reader, self.target, prompt, *call, copies, groups)
+        self.stats.target_forwards += len(groups)
         self.prefilled = tokens_in(self.stock, otherwise=self.sequences.prompt_length)
         counted = self.reader.counted(self.model_kwargs)
         dtype, fixed = self.target.dtype if features is None else features.dtype, self.fixed_size()

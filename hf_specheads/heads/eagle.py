@@ -101,7 +101,6 @@ class EagleHead(SpecialistHead):
 
     def __init__(self, config: EagleHeadConfig):
         super().__init__(config)
-        self._inputs = config.inputs  # a copy, because every level reads it and config attributes are slow
         width = config.embedding_size * ("token" in config.inputs) + config.feature_size * ("feature" in config.inputs)
         self.fc = nn.Linear(width, config.hidden_size, bias=config.fc_bias)
         self.layers = self.build_layers(config)
@@ -118,7 +117,7 @@ class EagleHead(SpecialistHead):
 
     def fuse(self, embeddings: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """`fc([embedding ; feature])`, or `fc` of one of the two: [B, R, E] and [B, R, H] -> [B, R, h]."""
-        fc, inputs = self.fc, self._inputs
+        fc, inputs = self.fc, self.config.inputs
         dtype = fc.weight.dtype
         if self.embed_layernorm is not None:
             embeddings = self.embed_layernorm(embeddings.to(dtype))
@@ -136,7 +135,7 @@ class EagleHead(SpecialistHead):
     def reads_own_token(self) -> bool:
         """Whether a row is made of a feature and that feature's own token. The row of a node is then made of its
         parent's token and feature, so the state of a node holds both: [embedding of its token ; drafted feature]."""
-        return self._inputs == "feature+token"
+        return self.config.inputs == "feature+token"
 
     def fuse_drafted(self, embeddings: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
         if not self.reads_own_token:

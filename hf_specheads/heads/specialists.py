@@ -74,11 +74,6 @@ class SpecialistHead(DraftHead):
     layers: nn.ModuleList
     rotary_emb: LlamaRotaryEmbedding
 
-    def __init__(self, config: SpecialistHeadConfig):
-        super().__init__(config)
-        # A copy, because every link reads these values and config attributes are slow.
-        self._in_charge = config.positions_per_specialist, config.num_specialists - 1
-
     def build_layers(self, config: SpecialistHeadConfig) -> nn.ModuleList:
         """Makes the decoder layers, one per specialist."""
         return nn.ModuleList(DraftDecoderLayer(config, index) for index in range(config.num_specialists))
@@ -106,8 +101,7 @@ class SpecialistHead(DraftHead):
 
     def specialist_of(self, position: int) -> int:
         """Specialist in charge of draft position `position` (0-based); the last one continues past its positions."""
-        positions, last = self._in_charge
-        return min(position // positions, last)
+        return min(position // self.config.positions_per_specialist, self.config.num_specialists - 1)
 
     def embed(self, token_ids: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Embeddings [B, R, E] of tokens [B, R] on a device; the target's, unless the heads have their own."""

@@ -125,8 +125,8 @@ def test_planted_bug_copies_of_the_wrong_prompts(monkeypatch):
     inputs, heads, texts = oracle(target, LENGTHS)
     prefill = loop.read_prompts
 
-    def swapped(reader: Any, target: Any, input_ids: torch.Tensor, config: Any, kwargs: Any, copies: int) -> Any:
-        outputs = prefill(reader, target, input_ids, config, kwargs, copies)
+    def swapped(reader: Any, target: Any, input_ids: torch.Tensor, config: Any, kwargs: Any, *how: Any) -> Any:
+        outputs = prefill(reader, target, input_ids, config, kwargs, *how)
         kwargs["cache"].batch_select_indices(torch.arange(len(input_ids)).flip(0))
         return outputs
 
