@@ -31,9 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments for the pair, prompts, lengths and batch size."""
     add_generation_arguments(parser, heads=["poss3-longer"], prompts=["long"])
     parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument(
-        "--lengths", nargs="+", default=["64-128", "64-512", "64-1536"], help="shortest-longest"
-    )
+    parser.add_argument("--lengths", nargs="+", default=["64-128", "64-512", "64-1536"], help="shortest-longest")
 
 
 def batches(prompts: list[Inputs], shortest: int, longest: int, size: int) -> list[Inputs]:
@@ -67,7 +65,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         masks = [one["attention_mask"].float() for one in rows]
         real[span] = float(torch.cat([mask.flatten() for mask in masks]).mean())
         found[span] = summaries(target, sides, rows, take_turns(sides, rows, run, args.repeats, warm_up))
-    return {"lengths": found, "tokens_among_rows": real}
+    return {"batch_size": args.batch_size, "lengths": found, "tokens_among_rows": real}
 
 
 def table(result: Result) -> str:
