@@ -154,7 +154,7 @@ def _read_groups(
             return reader.prefill(target, input_ids, config, model_kwargs)
         parts.append(part[name])
         logits.append(outputs.logits[:, -1:])
-        features.append(states)
+        features += [] if states is None else [states]
     for index in range(len(parts[0].layers)):
         layers = [part.layers[index] for part in parts]
         if layers[0].is_initialized:
@@ -163,7 +163,7 @@ def _read_groups(
             for layer in layers:
                 layer.keys = layer.values = None  # at most one layer is in memory twice
     outputs.logits = torch.cat(logits)[order]
-    return outputs, None if features[0] is None else _all_rows(features, tokens, order)
+    return outputs, _all_rows(features, tokens, order) if features else None
 
 
 def _all_rows(parts: list[torch.Tensor], tokens: int, order: torch.Tensor) -> torch.Tensor:
