@@ -265,9 +265,9 @@ def random_head(target: PreTrainedModel, method: str, depth: int) -> DraftHead:
     return heads
 
 
-def random_prompts(count: int, device: str) -> list[Inputs]:
-    """Makes prompts of 64 random tokens."""
-    ids = [torch.randint(5, 1000, (1, 64), device=device) for _ in range(count)]
+def random_prompts(count: int, device: str, tokens: int = 64) -> list[Inputs]:
+    """Makes prompts of random tokens."""
+    ids = [torch.randint(5, 1000, (1, tokens), device=device) for _ in range(count)]
     return [{"input_ids": row, "attention_mask": torch.ones_like(row)} for row in ids]
 
 

@@ -101,10 +101,11 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
 
     Args:
         tau: Acceptance length to reach, if trees are deep enough for it.
-        truth: int64 [1, T], prompt and plain text.
+        truth: int64 [B, T], prompt and plain text of each sequence. All sequences accept equally many tokens, so they
+            end together.
     """
     draft = DraftHeadCandidateGenerator.draft
-    state, to_say, by_root = {"owed": 0.0}, truth[0].tolist(), {}
+    state, to_say, by_root = {"owed": 0.0}, truth.tolist(), {}
 
     def drafted(self: Any, rows: Any, lengths: Any, *others: Any) -> DraftTree:
         tree = draft(self, rows, lengths, *others)
@@ -113,13 +114,14 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
         said = int(state["owed"])
         state["owed"] -= said
         vocab, parents, device = self.head.config.vocab_size, parents_of(tree), tree.token_ids.device
-        if self.compiled is not None and device.type in ahead.QUEUES:
-            case = (tuple(parents), said)
+        if self.compiled is not None and device.type in ahead.QUEUES and len(to_say) == 1:
+            case = (tuple(parents[0]), said)
             if case not in by_root:
-                by_root[case] = told_by_root(to_say, vocab, parents, said).to(device)
+                by_root[case] = told_by_root(to_say[0], vocab, parents[0], said).to(device)
             told = by_root[case][tree.token_ids[:, 0]]
         else:
-            told = to_device([told_tokens(to_say[lengths[0] :], parents, said, vocab)], device)
+            rows = zip(to_say, lengths, parents, strict=True)
+            told = to_device([told_tokens(text[length:], over, said, vocab) for text, length, over in rows], device)
         return replace(tree, token_ids=torch.where(told == KEPT, tree.token_ids, told))
 
     with mock.patch.object(DraftHeadCandidateGenerator, "draft", drafted):
@@ -153,14 +155,14 @@ def told_by_root(to_say: list[int], vocab: int, parents: list[int], said: int) -
     return told
 
 
-def parents_of(tree: DraftTree) -> list[int]:
-    """Returns the parent of every node of the first sequence's tree. Trees of a fixed shape are read only once, since
-    reading waits for the device."""
+def parents_of(tree: DraftTree) -> list[list[int]]:
+    """Returns the parent of every node, per sequence. Trees of a fixed shape are read only once, since reading waits
+    for the device."""
     if tree.shape is None:
-        return tree.parents[0].tolist()
+        return tree.parents.tolist()
     if tree.shape not in _parents:
         _parents[tree.shape] = tree.parents[0].tolist()
-    return _parents[tree.shape]
+    return [_parents[tree.shape]] * len(tree.parents)
 
 
 # ---------------------------------------------------------------------- measuring

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from hf_specheads import DraftHead
@@ -140,20 +141,27 @@ def measure_pair(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def measure_shape(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measures heads with random weights, greedy. A stub makes their drafts right as often as each `--tau`
-    requires."""
-    target, _, [prompt, *_] = setup.random_pair(args, args.device)
-    text = generate_text(target, prompt, max_new_tokens=args.max_new_tokens, **TO_THE_END)
+    """Measures heads with random weights. A stub makes their drafts right as often as each `--tau` requires.
+
+    When tokens are sampled, texts must be those that the stub knows. Random weights give many tokens nearly the same
+    probability, so only temperatures close to 0 serve.
+    """
+    target, _, _ = setup.random_pair(args, args.device)
     measured = []
-    for method, tau in itertools.product(args.methods, args.tau):
+    for method, size, temperature, context, tau in itertools.product(
+        args.methods, args.batch_sizes, args.temperatures, args.contexts or [None], args.tau
+    ):
         # new heads for each call, without knowledge from earlier ones
         def make_heads(method: str = method) -> DraftHead:
             return setup.random_head(target, method, args.depth).bind(target)
 
+        torch.manual_seed(0)
+        [batch] = setup.full_batches(setup.random_prompts(size, args.device, context or 64), size)
+        text = generate_text(target, batch, max_new_tokens=args.max_new_tokens, **TO_THE_END)
         with acceptance_of(tau, text):
-            found = measure_setting(target, make_heads, [prompt], 0.0, args)
+            found = measure_setting(target, make_heads, [batch], temperature, args)
         name = f"{method} on {args.shape}, acceptance length set to {tau:g}"
-        measured.append({"heads": name, "batch": 1, "temperature": 0.0, "context": None, **found})
+        measured.append({"heads": name, "batch": size, "temperature": temperature, "context": context, **found})
         print(measured[-1], file=sys.stderr, flush=True)
     return measured
 
