@@ -101,11 +101,10 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
 
     Args:
         tau: Acceptance length to reach, if trees are deep enough for it.
-        truth: int64 [B, T], prompt and plain text of each sequence. All sequences accept equally many tokens, so they
-            end together.
+        truth: int64 [B, T], prompt and plain text of each sequence.
     """
-    draft = DraftHeadCandidateGenerator.draft
-    state, to_say, by_root = {"owed": 0.0}, truth.tolist(), {}
+    draft, next_tree = DraftHeadCandidateGenerator.draft, RoundLoop.next_tree
+    state, to_say, by_root, active = {"owed": 0.0}, truth.tolist(), {}, [0]
 
     def drafted(self: Any, rows: Any, lengths: Any, *others: Any) -> DraftTree:
         tree = draft(self, rows, lengths, *others)
@@ -120,11 +119,20 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
                 by_root[case] = told_by_root(to_say[0], vocab, parents[0], said).to(device)
             told = by_root[case][tree.token_ids[:, 0]]
         else:
-            rows = zip(to_say, lengths, parents, strict=True)
-            told = to_device([told_tokens(text[length:], over, said, vocab) for text, length, over in rows], device)
+            rows = zip(active, lengths, parents, strict=True)
+            told = to_device(
+                [told_tokens(to_say[of][length:], over, said, vocab) for of, length, over in rows], device
+            )
         return replace(tree, token_ids=torch.where(told == KEPT, tree.token_ids, told))
 
-    with mock.patch.object(DraftHeadCandidateGenerator, "draft", drafted):
+    def next_of_active(self: Any, *of_round: Any) -> DraftTree:
+        active[:] = self.sequences.active
+        return next_tree(self, *of_round)
+
+    with (
+        mock.patch.object(DraftHeadCandidateGenerator, "draft", drafted),
+        mock.patch.object(RoundLoop, "next_tree", next_of_active),
+    ):
         yield
 
 
