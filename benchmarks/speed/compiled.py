@@ -30,6 +30,7 @@ from hf_specheads.cache.names import CACHE_NAME
 from hf_specheads.cache.slots import to_device
 from hf_specheads.generation import ahead
 from hf_specheads.generation.compiled.rounds import bucket
+from hf_specheads.generation.loop import RoundLoop
 from hf_specheads.tree.draft_tree import DraftTree
 from hf_specheads.tree.shape import TreeShape
 from hf_specheads.tuning.turns import generate_text, take_turns
