@@ -43,6 +43,11 @@ def batches(prompts: list[Inputs], shortest: int, longest: int, size: int) -> li
     return full_batches(rows, size)
 
 
+def read_together(target: Any, input_ids: torch.Tensor, *call: Any) -> list[list[int]]:
+    """Takes the place of `groups_of_prompts`: one group of all prompts."""
+    return [list(range(len(input_ids)))]
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Measures all sides at all spans of lengths."""
     target, heads, prompts = load_pair(args)
@@ -51,7 +56,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     sides |= together
 
     def run(name: str, inputs: Inputs, turn: int) -> Run:
-        grouping = (lambda *call: [[]]) if name in together else groups_of_prompts
+        grouping = read_together if name in together else groups_of_prompts
         with mock.patch.object(loop, "groups_of_prompts", grouping):
             return generate_once(target, sides[name], inputs, args.max_new_tokens, turn)
 

@@ -188,6 +188,7 @@ def table(result: Result) -> str:
         "default / best on the first pass": lambda one: number(one["first"]["default_over_grid"], 3),
         "same text": lambda one: "sampled" if one["temperature"] else same_text(one["sides"][DEFAULT]),
     }  # fmt: skip
+    prompts = "{num_prompts} prompts" if "prompts" in result else "one batch of random prompts per setting"
     return column_table(columns, result["measured"]) + footnote(
         result, "speed-ups over plain generation, with their ranges over repeats; default / best compares with plain "
         "generation where that is faster than every tree of the grid",
@@ -197,5 +198,5 @@ def table(result: Result) -> str:
         f"every grid has {min(one['grid_size'] for one in result['measured'])} trees or more",
         "lowest default / best {least_over_grid:.3f}, lowest default / plain {least_over_plain:.3f}; on the first "
         "pass, which starts untuned and is not in the speed-ups, {least_over_grid_at_first:.3f} and "
-        "{least_over_plain_at_first:.3f}; {num_prompts} prompts, {dtype}",
+        f"{{least_over_plain_at_first:.3f}}; {prompts}, {{dtype}}",
     )  # fmt: skip

@@ -160,11 +160,11 @@ class RoundLoop:
     def prefill(self) -> NewRows:
         """Runs the prompt's forward and chooses the first token. Returns the prompt as rows for the draft head."""
         began, prompt = time.perf_counter(), self.sequences.padded()
-        copies, call = copies_of_prompts(self.config, self.model_kwargs), (self.config, self.model_kwargs)
-        groups = groups_of_prompts(self.target, *call, copies)
+        copies = copies_of_prompts(self.config, self.model_kwargs)
+        call = (self.target, prompt, self.config, self.model_kwargs, copies)
         with self.unrecorded():
-            outputs, features = read_prompts(self.reader, self.target, prompt, *call, copies, groups)
-        self.stats.target_forwards += len(groups)
+            outputs, features = read_prompts(self.reader, *call, groups_of_prompts(*call))
+        self.stats.target_forwards += self.reader.prefills
         self.prefilled = tokens_in(self.stock, otherwise=self.sequences.prompt_length)
         counted = self.reader.counted(self.model_kwargs)
         dtype, fixed = self.target.dtype if features is None else features.dtype, self.fixed_size()

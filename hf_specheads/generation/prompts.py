@@ -11,22 +11,22 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
-from torch.nn.functional import pad
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.utils import ModelOutput
 
 from ..cache.names import cache_name
-from ..cache.slots import to_device
 from ..target.features import FeatureReader
 from ..target.recurrence import counts_padding
 from .committed import NewRows
 
 # Tensors [B, T] of a call, whose rows are equal for all sequences of a prompt.
 ROWS = ("attention_mask", "position_ids")
+SETTING = (bool, int, float, str, NoneType)  # types of keyword arguments that are no inputs; images may be lists
 FORWARD = 128  # what a forward costs besides its tokens, in tokens: the time of reading all weights
 
 
@@ -44,7 +44,11 @@ def copies_of_prompts(config: GenerationConfig, model_kwargs: dict[str, Any]) ->
 
 
 def groups_of_prompts(
-    target: PreTrainedModel, config: GenerationConfig, model_kwargs: dict[str, Any], copies: int
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    copies: int,
 ) -> list[list[int]]:
     """Divides the prompts of a call into groups that the prefill reads one after the other, without common padding.
 
@@ -54,23 +58,23 @@ def groups_of_prompts(
 
     Args:
         target: The target.
+        input_ids: int64 [B, T], the prompts of all sequences.
         config, model_kwargs: As `generate` prepared them.
         copies: Number of sequences per prompt, as from [`copies_of_prompts`].
 
     Returns:
         Numbers of prompts, per group.
     """
-    mask, positions = (model_kwargs.get(name) for name in ROWS)
-    if mask is None or mask.dim() != 2 or len(mask) == copies or bool(mask.all()):
-        return [list(range(0 if mask is None else len(mask) // copies))]
-    mask = mask[::copies]
-    whole = [list(range(len(mask)))]
+    together = [list(range(len(input_ids) // copies))]
+    if len(together[0]) == 1 or target.dtype != torch.float32 or counts_padding(target) or config.prefill_chunk_size:
+        return together
     cache = model_kwargs[cache_name(model_kwargs)]
-    if positions is None or counts_padding(target) or target.dtype != torch.float32 or config.prefill_chunk_size:
-        return whole
-    if not _grows_from_tokens(cache, model_kwargs) or any(type(layer) is not DynamicLayer for layer in cache.layers):
-        return whole
-    return cheapest_groups([mask.shape[1] - padding for padding in _padding_of(mask)], FORWARD)
+    if any(model_kwargs.get(name) is None for name in ROWS) or not _grows_from_tokens(cache, model_kwargs):
+        return together
+    if any(type(layer) is not DynamicLayer for layer in cache.layers):
+        return together
+    padding = _padding_of(model_kwargs["attention_mask"][::copies])
+    return cheapest_groups([input_ids.shape[1] - before for before in padding], FORWARD)
 
 
 def cheapest_groups(lengths: Sequence[int], forward: int) -> list[list[int]]:
@@ -105,7 +109,9 @@ def _grows_from_tokens(cache: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether a call begins with an empty cache that grows, and has no inputs besides tokens, a mask and positions."""
     if type(cache) is not DynamicCache or cache.get_seq_length() > 0:
         return False
-    given = {name: value for name, value in model_kwargs.items() if isinstance(value, torch.Tensor)}
+    given = {
+        name: value for name, value in model_kwargs.items() if value is not cache and not isinstance(value, SETTING)
+    }
     return set(given) <= set(ROWS) and all(value.dim() == 2 for value in given.values())
 
 
@@ -120,10 +126,10 @@ def read_prompts(
 ) -> tuple[ModelOutput, torch.Tensor | None]:
     """Runs [`FeatureReader.prefill`] for the first of every `copies` sequences, group by group, and copies the results
     for all. Of the outputs, only the logits of the last token are for all sequences."""
-    if copies == 1 and len(groups) <= 1:
+    if copies == 1 and len(groups) == 1:
         return reader.prefill(target, input_ids, config, model_kwargs)
     rows = {name: model_kwargs[name][::copies] for name in ROWS if model_kwargs.get(name) is not None}
-    read = reader.prefill if len(groups) <= 1 else partial(_read_groups, reader, groups)
+    read = reader.prefill if len(groups) == 1 else partial(_read_groups, reader, groups)
     outputs, features = read(target, input_ids[::copies], config, model_kwargs | rows)
     if copies == 1:
         return outputs, features
@@ -141,9 +147,8 @@ def _read_groups(
     model_kwargs: dict[str, Any],
 ) -> tuple[ModelOutput, torch.Tensor | None]:
     """Reads groups of prompts into caches of their own, and puts them into the call's cache."""
-    name = cache_name(model_kwargs)
-    cache, padding, tokens = model_kwargs[name], _padding_of(model_kwargs["attention_mask"]), input_ids.shape[1]
-    order = to_device([row for group in groups for row in group], input_ids.device).argsort()
+    name, tokens = cache_name(model_kwargs), input_ids.shape[1]
+    cache, padding = model_kwargs[name], _padding_of(model_kwargs["attention_mask"])
     parts, logits, features = [], [], []
     for group in groups:
         first = min(padding[row] for row in group)
@@ -159,16 +164,20 @@ def _read_groups(
         layers = [part.layers[index] for part in parts]
         if layers[0].is_initialized:
             keys, values = ([getattr(layer, states) for layer in layers] for states in ("keys", "values"))
-            cache.update(_all_rows(keys, tokens, order), _all_rows(values, tokens, order), index)
+            cache.update(_all_rows(keys, groups, tokens), _all_rows(values, groups, tokens), index)
             for layer in layers:
-                layer.keys = layer.values = None  # at most one layer is in memory twice
-    outputs.logits = torch.cat(logits)[order]
-    return outputs, _all_rows(features, tokens, order) if features else None
+                layer.keys = layer.values = None  # so that only one layer at a time is in memory twice
+    outputs.logits = _all_rows(logits, groups, 1)
+    return outputs, _all_rows(features, groups, tokens) if features else None
 
 
-def _all_rows(parts: list[torch.Tensor], tokens: int, order: torch.Tensor) -> torch.Tensor:
-    """Joins groups of rows [b, ..., T, X] into rows [B, ..., tokens, X] in `order`, with zeros for padding."""
-    return torch.cat([pad(part, (0, 0, tokens - part.shape[-2], 0)) for part in parts])[order]
+def _all_rows(parts: list[torch.Tensor], groups: list[list[int]], tokens: int) -> torch.Tensor:
+    """Joins groups of rows [b, ..., T, X] into rows [B, ..., tokens, X], with zeros for padding."""
+    batch, shape = sum(map(len, groups)), parts[0].shape
+    rows = parts[0].new_zeros(batch, *shape[1:-2], tokens, shape[-1])
+    for group, part in zip(groups, parts, strict=True):
+        rows[group, ..., tokens - part.shape[-2] :, :] = part
+    return rows
 
 
 @dataclass

@@ -71,6 +71,7 @@ class FeatureReader:
 
     Attributes:
         forward_kwargs: Arguments to add to every forward of the target.
+        prefills: Number of prefills so far; more than one if prompts are read in groups.
         positions_dropped: Whether the prefill did not pass on the positions that the target's forward takes.
     """
 
@@ -80,7 +81,7 @@ class FeatureReader:
         self.forward_kwargs: dict[str, Any] = {
             "output_hidden_states": True if all_layers else asked_hidden_states(layers)
         }
-        self.positions_dropped = False
+        self.prefills, self.positions_dropped = 0, False
 
     def prefill(
         self, target: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
@@ -97,6 +98,7 @@ class FeatureReader:
             features.
         """
         recorded = _Recorded(target, self.features)
+        self.prefills += 1
         outputs = type(target)._prefill(recorded, input_ids, config, model_kwargs | self.forward_kwargs)
         self.positions_dropped = "position_ids" in forward_parameters(target) and not recorded.positions_given
         chunks = [chunk for chunk in recorded.kept if chunk is not None]

@@ -19,7 +19,7 @@ from support.targets import prompt
 from transformers import DynamicCache, pipeline
 
 from hf_specheads import AutoDraftHead, UnsupportedGenerationError
-from hf_specheads.generation import opening
+from hf_specheads.generation import opening, prompts
 from hf_specheads.target import images
 from hf_specheads.target.images import IMAGES_SERVED
 from hf_specheads.target.recurrence import is_recurrent
@@ -133,6 +133,22 @@ def test_processors(model_type):
         heads = oracle(target, inputs, expected)
         assert torch.equal(generate(target, inputs, assistant_model=heads), expected)
         assert max(heads.last_stats.num_accepted[0]) >= 2
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("model_type", ["llava", "gemma3"])
+def test_every_chat_is_read_with_its_own_image(model_type, copies, monkeypatch):
+    """Neither copies of a chat nor its padding are left out, because images belong to all sequences of a call."""
+    monkeypatch.setattr(prompts, "FORWARD", 1)  # so that padding would be worth leaving out
+    target, processor = target_of(model_type), image_processor(model_type)
+    inputs = processor.apply_chat_template(
+        chats(), tokenize=True, return_dict=True, return_tensors="pt", processor_kwargs={"padding": True}
+    )
+    assert not inputs["attention_mask"].all()
+    options = {"do_sample": True, "top_k": 1, "num_return_sequences": copies}
+    expected = generate(target, inputs, **options)
+    got = generate(target, inputs, assistant_model=random_heads(target), **options)
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("model_type", ["llava", "gemma3"])

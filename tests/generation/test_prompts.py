@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import batches
 from support.batches import NEW, alone_texts, batch_of, greedy
-from support.heads import random_heads
+from support.heads import distinct_heads, random_heads
 from support.images import image_inputs, image_target
 from support.stubs import StubHead
 from support.targets import own_target, shared_target
@@ -87,11 +87,11 @@ def test_texts_of_mixed_lengths(family):
     assert max(map(max, heads.last_stats.num_accepted)) >= 2
 
 
-@pytest.mark.parametrize("method", ["eagle", "poss", "hydra"])
+@pytest.mark.parametrize("method", ["eagle", "medusa", "poss", "hydra"])
 @pytest.mark.parametrize("copies", [1, 2])
 def test_drafts_do_not_depend_on_the_groups(method, copies, monkeypatch):
     target = shared_target("llama")
-    heads, (inputs, _) = random_heads(target, method), batch_of(LENGTHS)
+    heads, (inputs, _) = distinct_heads(target, method), batch_of(LENGTHS)
     heads.trace = True
     options = {"assistant_model": heads, "do_sample": True, "top_k": 1, "num_return_sequences": copies}
     sizes, got, trees = sizes_of(target, monkeypatch), [], []
@@ -167,7 +167,7 @@ def test_prompts_with_images(monkeypatch):
 
 def test_a_target_that_drops_positions(monkeypatch):
     """It counts the padding of its rows, so the prompts are read once more, together."""
-    target = shared_target("llama")
+    target = own_target("gpt2")  # whose positions are not relative
     prepare = target.prepare_inputs_for_generation
 
     def dropping(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -177,8 +177,11 @@ def test_a_target_that_drops_positions(monkeypatch):
 
     monkeypatch.setattr(target, "prepare_inputs_for_generation", dropping)
     inputs, _ = batch_of(LENGTHS)
-    got = greedy(target, inputs, assistant_model=random_heads(target))
-    assert torch.equal(got, greedy(target, inputs))
+    expected = greedy(target, inputs)
+    heads, sizes = random_heads(target), sizes_of(target, monkeypatch)
+    assert torch.equal(greedy(target, inputs, assistant_model=heads), expected)
+    assert len(sizes[0]) == 2 and sizes[1] == (4, 19), "the first group, then all prompts"
+    assert heads.last_stats.target_forwards == len(sizes)
 
 
 def test_planted_bug_groups_in_the_wrong_order(monkeypatch):
@@ -186,8 +189,12 @@ def test_planted_bug_groups_in_the_wrong_order(monkeypatch):
     target = shared_target("llama")
     inputs, heads, texts = oracle(target)
     join = prompts._all_rows
-    unsorted = lambda parts, tokens, order: join(parts, tokens, torch.arange(len(order)))  # noqa: E731
-    monkeypatch.setattr(prompts, "_all_rows", unsorted)
+
+    def in_order_of_groups(parts: Any, groups: list[list[int]], tokens: int) -> torch.Tensor:
+        rows = iter(range(len(LENGTHS)))
+        return join(parts, [[next(rows) for _ in group] for group in groups], tokens)
+
+    monkeypatch.setattr(prompts, "_all_rows", in_order_of_groups)
     got = greedy(target, inputs, assistant_model=heads)
     assert got.shape[1] == max(LENGTHS) + NEW
     assert not torch.equal(got[:, max(LENGTHS) :], texts)

@@ -68,6 +68,18 @@ def random_heads(
     return AutoDraftHead.from_target(target, method, tree_config=tree, **OPTIONS.get(method, {})).eval()
 
 
+def distinct_heads(target: PreTrainedModel, method: str, **changes: Any) -> DraftHead:
+    """Makes [`random_heads`] with noise on all weights.
+
+    Fresh Medusa heads all draft the same, so that rounding decides between nodes of equal scores.
+    """
+    heads = random_heads(target, method, **changes)
+    with torch.no_grad():
+        for weight in heads.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.05)
+    return heads
+
+
 def scrambled_heads(
     target: PreTrainedModel, method: str, *, seed: int = 0, noise: float = 0.2, dtype: torch.dtype = torch.float32,
     **options: Any,
