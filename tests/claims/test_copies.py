@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.batches import NEW, alone_texts, batch_of, greedy
 from support.distributions import PROMPT, chi_square, critical_value, five_token_target, target_distribution
-from support.heads import METHODS_BY_KIND, distinct_heads, random_heads
+from support.heads import METHODS_BY_KIND, random_heads, scramble
 from support.images import image_inputs, image_target
 from support.stubs import StubCache, StubHead
 from support.targets import deep_target, shared_target
@@ -91,7 +91,7 @@ def test_a_prompt_is_read_once(more, monkeypatch):
 def test_what_heads_draft_after_a_prompt_read_once(method, lengths, monkeypatch):
     """The trees equal, round by round, those of heads that read the prompt for each copy."""
     target = deep_target() if method in ("eagle3", "peagle", "poss-eagle3") else shared_target("llama")
-    heads, (inputs, _) = distinct_heads(target, method), batch_of(lengths)
+    heads, (inputs, _) = scramble(random_heads(target, method)), batch_of(lengths)
     heads.trace = True
     trees, options = [], ONE_TEXT | {"assistant_model": heads}
     for times in (COPIES, 1):
@@ -182,7 +182,8 @@ def test_compiled_rounds(method, lengths, monkeypatch):
     uncompiled = CompileConfig(backend="eager", mode=None)  # the same rounds without code generation
     monkeypatch.setattr(target.generation_config, "compile_config", uncompiled, raising=False)
     inputs, _, texts = oracle(target, lengths)
-    heads = distinct_heads(target, method, **({} if method == "medusa" else {"kind": "chain", "depth": 4}))
+    chain = {} if method == "medusa" else {"kind": "chain", "depth": 4}
+    heads = scramble(random_heads(target, method, **chain))
     heads.compiled = heads.trace = True
     trees = []
     for times in (COPIES, 1):

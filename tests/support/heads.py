@@ -68,18 +68,6 @@ def random_heads(
     return AutoDraftHead.from_target(target, method, tree_config=tree, **OPTIONS.get(method, {})).eval()
 
 
-def distinct_heads(target: PreTrainedModel, method: str, **changes: Any) -> DraftHead:
-    """Makes [`random_heads`] with noise on all weights.
-
-    Fresh Medusa heads all draft the same, so that rounding decides between nodes of equal scores.
-    """
-    heads = random_heads(target, method, **changes)
-    with torch.no_grad():
-        for weight in heads.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.05)
-    return heads
-
-
 def scrambled_heads(
     target: PreTrainedModel, method: str, *, seed: int = 0, noise: float = 0.2, dtype: torch.dtype = torch.float32,
     **options: Any,
@@ -96,9 +84,17 @@ def scrambled_heads(
         **options: Fields of the config.
     """
     heads = AutoDraftHead.from_target(target, method, dtype=torch.float32, **options).eval()
+    return scramble(heads, seed, noise).to(dtype)
+
+
+def scramble(heads: DraftHead, seed: int = 0, noise: float = 0.2) -> DraftHead:
+    """Draws all weights anew, as [`scrambled_heads`] does, and returns the heads.
+
+    Fresh Medusa heads all draft the same, so that rounding decides between nodes of equal scores; these do not.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in heads.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * drawn if "norm" in name and parameter.dim() == 1 else noise * drawn)
-    return heads.to(dtype)
+    return heads
