@@ -29,8 +29,8 @@ if TYPE_CHECKING:  # the same names as in `_MODULES`, for type checkers and edit
     from .errors import WrongTargetError as WrongTargetError
     from .generation.call import speculative_generate as speculative_generate
     from .generation.candidates import DraftHeadCandidateGenerator as DraftHeadCandidateGenerator
-    from .generation.stream import FinishedText as FinishedText
-    from .generation.stream import generate_stream as generate_stream
+    from .generation.streams.stream import FinishedText as FinishedText
+    from .generation.streams.stream import generate_stream as generate_stream
     from .heads.auto import AutoDraftHead as AutoDraftHead
     from .heads.base import DraftHead as DraftHead
     from .heads.dflash import DFlashHead as DFlashHead
@@ -81,7 +81,7 @@ _MODULES = {
     "errors": ("ExportError", "HeadLoadError", "UnsupportedGenerationError", "WrongTargetError"),
     "generation.candidates": ("DraftHeadCandidateGenerator",),
     "generation.call": ("speculative_generate",),
-    "generation.stream": ("FinishedText", "generate_stream"),
+    "generation.streams.stream": ("FinishedText", "generate_stream"),
     "heads.auto": ("AutoDraftHead",),
     "heads.base": ("DraftHead",),
     "heads.dflash": ("DFlashHead", "DFlashHeadConfig"),

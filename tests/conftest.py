@@ -25,8 +25,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_specheads import AutoDraftHead, DraftHead, EagleHead, PossHead
-from hf_specheads.generation import loop, stream
+from hf_specheads.generation import loop
 from hf_specheads.generation.compiled import kept
+from hf_specheads.generation.streams import stream
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)

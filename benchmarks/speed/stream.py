@@ -25,6 +25,7 @@ from ..results import Result, column_table, footnote, same_text, speed_up
 from ..setup import Inputs, add_generation_arguments, load_pair, padded
 from ..sides import PLAIN, TO_THE_END, speed_up_of, timed_in_turns
 
+SOURCES = ("hf_specheads", "hf_specheads/generation/streams")
 Texts = list[list[int]]
 
 

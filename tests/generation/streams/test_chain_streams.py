@@ -242,7 +242,7 @@ def test_targets_that_count_padding_are_refused(monkeypatch: pytest.MonkeyPatch)
     ):
         list(generate_stream(target, heads, requests(), 3, do_sample=False))
     assert forwards.count == 0
-    monkeypatch.setattr("hf_specheads.generation.stream.finds_begins", lambda target: True)
+    monkeypatch.setattr("hf_specheads.generation.streams.requests.finds_begins", lambda target: True)
     assert texts_of(list(generate_stream(target, heads, requests(), 3, do_sample=False))) != wanted
 
 

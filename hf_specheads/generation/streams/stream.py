@@ -9,44 +9,35 @@ chains keep transformers' own cache, in which the new sequence is placed behind 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.stopping_criteria import StopStringCriteria
 
-from ..cache.joining import joining_problem
-from ..cache.names import CACHE_NAMES, cache_name
-from ..cache.recurrent import RecurrentCache
-from ..cache.target import TreeCache
-from ..contract import DraftingContract
-from ..errors import UnsupportedGenerationError
-from ..target.positions import finds_begins
-from ..target.recurrence import counts_padding, is_recurrent
-from ..target.structure import forward_parameters
-from .accounts import RequestSampler, RequestStop, RequestTexts
-from .call import begin_call
-from .committed import NewRows
-from .loop import RoundLoop
-from .observer import tell
-from .options import DraftingOptions
-from .pace.paces import pace_of
-from .refusals import (
+from ...cache.names import cache_name
+from ...cache.recurrent import RecurrentCache
+from ...cache.target import TreeCache
+from ...contract import DraftingContract
+from ..call import begin_call
+from ..committed import NewRows
+from ..loop import RoundLoop
+from ..observer import tell
+from ..options import DraftingOptions
+from ..pace.paces import pace_of
+from ..refusals import (
     refuse_numbers,
     refuse_prepared_call,
     refuse_processors,
-    rounds_go_back,
     with_a_tree_for,
 )
-from .sequences import Sequences, pad_token_of
-from .stopping import OF_ONE_SEQUENCE
-from .verification.accepted import Accepted
+from ..sequences import Sequences, pad_token_of
+from ..verification.accepted import Accepted
+from .accounts import RequestSampler, RequestStop, RequestTexts
+from .requests import CallOptions, Request, refuse_in_streams, refuse_to_join
 
-OF_A_CALL = ("assistant_model", "streamer", "custom_generate", *CACHE_NAMES, "inputs", "input_ids")
-OF_A_REQUEST = "max_new_tokens"
 _END = object()
 
 
@@ -86,8 +77,10 @@ def generate_stream(
         target: The target.
         heads: Draft heads made for this target.
         requests: For each request, what a tokenizer returns for one text without padding (`input_ids` of shape [T] or
-            [1, T], and other inputs of the target such as images), or only the token ids. A `max_new_tokens` in a
-            request overrides that of the call. `None` means that no request is waiting at the moment.
+            [1, T], and other inputs of the target such as images), or only the token ids. A request may have options
+            of `generate` of its own, which override those of the call: all that say how its tokens are chosen or where
+            its text ends (`do_sample`, `temperature`, `prefix_allowed_tokens_fn`, `max_new_tokens`, `eos_token_id`,
+            `stop_strings` and so on). `None` means that no request is waiting at the moment.
         max_batch: Most sequences in a round.
         **options: Options of `generate`, for all requests. `stop_strings` needs the `tokenizer` too.
 
@@ -95,23 +88,21 @@ def generate_stream(
         A [`FinishedText`] for every request, in the order in which the texts end.
 
     Raises:
-        ValueError: if a request is not a text, or an option belongs to a single call.
+        ValueError: if a request is not a text, or an option belongs to a single call or to the whole stream.
         UnsupportedGenerationError: if a batch cannot serve the target, cache, criterion or output. Raised before the
             forward of the request.
         WrongTargetError: if the draft heads belong to another target.
     """
     if max_batch < 1:
         raise ValueError(f"`max_batch` must be at least 1, got {max_batch}.")
-    if given := [name for name in OF_A_CALL if name in options]:
-        raise ValueError(f"`{given[0]}` belongs to one call of `generate`; a stream takes `requests` and `heads`.")
-    return _Stream(target, heads, max_batch, options).run(iter(requests))
+    return _Stream(target, heads, max_batch, CallOptions(options)).run(iter(requests))
 
 
 class _Stream:
     """The state of one [`generate_stream`], whose arguments it takes."""
 
-    def __init__(self, target: PreTrainedModel, heads: DraftingContract, max_batch: int, options: dict[str, Any]):
-        self.target, self.heads, self.max_batch, self.options = target, heads, max_batch, _with_criteria(options)
+    def __init__(self, target: PreTrainedModel, heads: DraftingContract, max_batch: int, options: CallOptions):
+        self.target, self.heads, self.max_batch, self.options = target, heads, max_batch, options
         self.asked = 0
         self.loop: StreamLoop | None = None
 
@@ -145,17 +136,17 @@ class _Stream:
 
     def admit(self, request: Any) -> None:
         """Reads the prompt of a request, so that the request takes part in the next round."""
-        inputs, most = _inputs_of(request, self.asked, self.target.device)
-        own = {} if most is None else {OF_A_REQUEST: most}
-        began = time.perf_counter()
-        newcomer, rows = self.target.generate(**inputs, **{**self.options, **own}, custom_generate=self._read_prompt)
+        asked, began = Request.of(request, self.asked, self.target.device), time.perf_counter()
+        read = partial(self._read_prompt, asked)
+        newcomer, rows = self.target.generate(**asked.inputs, **self.options.of(asked.options), custom_generate=read)
         assert self.loop is not None  # `_read_prompt` has made it
         self.heads.last_stats = self.loop.stats
-        self.loop.take_in(self.asked, newcomer, rows, time.perf_counter() - began)
+        self.loop.take_in(asked, newcomer, rows, time.perf_counter() - began)
         self.asked += 1
 
     def _read_prompt(
         self,
+        request: Request,
         model: PreTrainedModel,
         input_ids: torch.Tensor,
         logits_processor: LogitsProcessorList,
@@ -168,12 +159,15 @@ class _Stream:
         heads, batch = self.heads.for_call(model), max(self.max_batch, 2)
         settings = replace(settings, exact_seed=False, in_stream=True)
         settings = with_a_tree_for(model, settings, batch, model_kwargs)
-        _refuse_in_streams(settings, stopping_criteria, generation_config, model_kwargs)
-        refuse_prepared_call(model, heads, settings, batch, generation_config, model_kwargs)
-        _refuse_to_join(model, settings, batch, model_kwargs)
-        refuse_processors(settings, logits_processor, generation_config, batch)
-        probe_seconds = refuse_numbers(model, heads, settings, batch, model_kwargs[cache_name(model_kwargs)])
         prepared = (logits_processor, stopping_criteria, generation_config)
+        samples = None if self.loop is None else self.loop.samples
+        refuse_in_streams(request, settings, stopping_criteria, generation_config, model_kwargs, samples)
+        refuse_prepared_call(model, heads, settings, batch, generation_config, model_kwargs)
+        refuse_to_join(model, settings, batch, model_kwargs)
+        shared = LogitsProcessorList(one for one in logits_processor if not request.is_own(one))
+        refuse_processors(settings, shared, generation_config, batch)
+        refuse_processors(settings, logits_processor, generation_config, batch_size=1)
+        probe_seconds = refuse_numbers(model, heads, settings, batch, model_kwargs[cache_name(model_kwargs)])
         if self.loop is None:
             self.loop = StreamLoop(model, heads, settings, *prepared, batch)
             self.loop.stats.probe_seconds = probe_seconds
@@ -206,15 +200,14 @@ class StreamLoop(RoundLoop):
         generation_config: GenerationConfig,
         batch: int,
     ):
-        self.texts, self.own_stop = RequestTexts(), RequestStop(stopping_criteria)
-        self.own_sampler = RequestSampler(logits_processor, bool(generation_config.do_sample))
+        self.texts, self.own_stop, self.samples = RequestTexts(), RequestStop(), bool(generation_config.do_sample)
+        self.own_sampler = RequestSampler(self.texts)
         prepared = (logits_processor, stopping_criteria, generation_config)
         super().__init__(target, head, replace(options, adaptive=False), *prepared, self.texts, {})
         self.options, self.batch = options, batch
         self.sampler, self.stop, self.candidates.max_length = self.own_sampler, self.own_stop, self.own_stop.max_length
         self.adaptive = options.adaptive and not (options.trace or self.stats.lossy)
-        self.pace_of = partial(pace_of, head, target, options, config=generation_config)
-        self.paced = 0  # number of sequences that `pace` was made for
+        self.paced: tuple[int, GenerationConfig | None] = (0, None)  # what `pace` was made for
         self.rows: NewRows | None = None
         self.finished: list[FinishedText] = []
 
@@ -225,11 +218,11 @@ class StreamLoop(RoundLoop):
 
     # ------------------------------------------------------------------ newcomers
     @torch.no_grad()
-    def take_in(self, request: int, newcomer: RoundLoop, rows: NewRows, seconds: float) -> None:
+    def take_in(self, request: Request, newcomer: RoundLoop, rows: NewRows, seconds: float) -> None:
         """Gives a free place to a request whose prompt was read, unless its first token was its last.
 
         Args:
-            request: Number of the request.
+            request: The request.
             newcomer: The loop that has prefilled the request. It is closed.
             rows: The rows of the prompt, for the draft head to take in.
             seconds: Wall seconds that reading the prompt took.
@@ -238,13 +231,13 @@ class StreamLoop(RoundLoop):
         self.stats.target_forwards += newcomer.stats.target_forwards
         self.stats.host_syncs += newcomer.stats.host_syncs
         if first.stopped:
-            self.finished.append(FinishedText(request, first.token_ids, []))
+            self.finished.append(FinishedText(request.number, first.token_ids, []))
         else:
             self._give_place(request, newcomer, newcomer.candidates.take_in(rows))
         newcomer.close()
-        tell(self.options.on_round, None, {request: first}, seconds)
+        tell(self.options.on_round, None, {request.number: first}, seconds)
 
-    def _give_place(self, request: int, newcomer: RoundLoop, rows: NewRows) -> None:
+    def _give_place(self, request: Request, newcomer: RoundLoop, rows: NewRows) -> None:
         """Moves the caches, the rows and the text of a newcomer into a place of the batch."""
         texts, place, batch = self.texts, self.texts.free_place(), len(self.texts.active)
         cache, newcomer._target_cache = newcomer.target_cache, None
@@ -258,8 +251,9 @@ class StreamLoop(RoundLoop):
             cache.give_back(None)
             self.candidates.put_sequence(place, newcomer.candidates, batch)
             self.rows = self.rows.with_sequence(place, rows)
-        texts.open(request, place, newcomer.sequences, newcomer.stop.max_length)
-        self.own_stop.own[request], self.own_sampler.own[request] = newcomer.stop, newcomer.sampler
+        texts.open(request.number, place, newcomer.sequences, newcomer.stop.max_length)
+        self.own_stop.give(request.number, newcomer.stop)
+        self.own_sampler.give(request.number, newcomer.sampler, newcomer.config, request.choices)
 
     def _put_cache(self, place: int, cache: TreeCache | RecurrentCache, batch: int, device: torch.device) -> None:
         """Moves a newcomer's target cache into a place of the target cache of the batch."""
@@ -291,8 +285,11 @@ class StreamLoop(RoundLoop):
         self.rows = self.rows.select_sequences(kept)
 
     def begin_round(self) -> bool:
-        if self.adaptive and (active := len(self.texts.active)) != self.paced:
-            self.pace, self.paced = self.pace_of(active), active
+        active, config = len(self.texts.active), self.own_sampler.config
+        self.candidates.sampling_processors = self.own_sampler.of_drafts
+        if self.adaptive and (active != self.paced[0] or config is not self.paced[1]):
+            self.pace = pace_of(self.candidates.head, self.target, self.options, active, config)
+            self.paced = active, config
         return super().begin_round()
 
     def drop_ended(self, rows: NewRows, accepted: dict[int, Accepted]) -> NewRows:
@@ -302,7 +299,8 @@ class StreamLoop(RoundLoop):
         for request in ended:
             known = self.stats.num_accepted[request : request + 1]  # empty if all steps of the request were plain
             self.finished.append(FinishedText(request, self.texts.finish(request), *known or [[]]))
-            del self.own_stop.own[request], self.own_sampler.own[request]
+            self.own_stop.take(request)
+            self.own_sampler.take(request)
         self.stats.new_tokens = self.texts.mean_new_tokens
         return rows
 
@@ -310,79 +308,3 @@ class StreamLoop(RoundLoop):
         """Returns the texts that have ended since the last call."""
         finished, self.finished = self.finished, []
         return finished
-
-
-# ---------------------------------------------------------------------- what is asked for
-def _with_criteria(options: dict[str, Any]) -> dict[str, Any]:
-    """Turns `stop_strings` into a stopping criterion, which transformers does not do for a `custom_generate`."""
-    options = dict(options)
-    strings, tokenizer = options.pop("stop_strings", None), options.pop("tokenizer", None)
-    if strings is None:
-        return options
-    if tokenizer is None:
-        raise ValueError("`stop_strings` are looked for in the text; pass the `tokenizer` too.")
-    criteria = [*options.pop("stopping_criteria", ()), StopStringCriteria(tokenizer, strings)]
-    return {**options, "stopping_criteria": StoppingCriteriaList(criteria)}
-
-
-def _inputs_of(request: Any, number: int, device: torch.device) -> tuple[dict[str, Any], int | None]:
-    """Inputs [1, ...] of a request on the target's device, and its own `max_new_tokens` (`None` if it has none)."""
-    inputs = dict(request) if isinstance(request, Mapping) else {"input_ids": request}
-    most = inputs.pop(OF_A_REQUEST, None)
-    try:
-        tensors = {name: torch.as_tensor(value, device=device) for name, value in inputs.items()}
-        tensors = {name: value[None] if value.dim() == 1 else value for name, value in tensors.items()}
-        shape = tuple(tensors["input_ids"].shape)
-    except (KeyError, TypeError, ValueError, RuntimeError):
-        raise ValueError(
-            f"request {number} is not a text (got {type(request).__name__}); give token ids, or what a "
-            "tokenizer returns."
-        ) from None
-    if len(shape) != 2 or shape[0] != 1 or shape[1] == 0:
-        raise ValueError(f"request {number} has `input_ids` of shape {list(shape)}; give one text, [1, tokens].")
-    return tensors, most
-
-
-def _refuse_in_streams(
-    options: DraftingOptions,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> None:
-    """Refuses what belongs to a single call and cannot be shared by texts that begin and end at different times."""
-    strange = [type(one).__name__ for one in criteria if type(one) not in OF_ONE_SEQUENCE]
-    mask = model_kwargs.get("attention_mask")
-    reasons = {
-        "compiled rounds, whose shapes are fixed (`heads.compiled = False`)": options.compiled,
-        "return_dict_in_generate=True": bool(config.return_dict_in_generate),
-        f"num_return_sequences={config.num_return_sequences} (pass the request that many times)": (
-            (config.num_return_sequences or 1) > 1
-        ),
-        "padding": mask is not None and not bool(mask.all()),
-        f"stopping criteria that may look at all texts at once ({', '.join(strange)})": bool(strange),
-    }
-    for what, applies in reasons.items():
-        if applies:
-            raise UnsupportedGenerationError(
-                f"a stream of requests does not support {what}; leave it out, or call `generate`."
-            )
-
-
-def _refuse_to_join(
-    target: PreTrainedModel, options: DraftingOptions, batch: int, model_kwargs: dict[str, Any]
-) -> None:
-    """Refuses targets whose rounds use transformers' own cache, if it cannot hold texts of different lengths."""
-    cache, problem = model_kwargs[cache_name(model_kwargs)], None
-    if not rounds_go_back(target, options, batch, cache):
-        return
-    if counts_padding(target):
-        problem = "it reads the padding that shorter texts have beside longer ones"
-    elif "attention_mask" not in forward_parameters(target):
-        problem = "its forward takes no attention mask, which is needed to hide the padding of shorter texts"
-    elif not is_recurrent(target) and model_kwargs.get("position_ids") is None and not finds_begins(target):
-        problem = "it computes positions by itself and counts the padding of shorter texts"
-    if problem := problem or joining_problem(cache):
-        raise UnsupportedGenerationError(
-            f"a stream of requests is not supported for {type(target).__name__} here: {problem}; call `generate` with "
-            "whole batches."
-        )
