@@ -4,7 +4,8 @@
 
 A static batch runs until its longest text ends. Tokens past a request's own limit are computed, thrown away and not
 counted. In a stream, the next request takes the place of a text that has ended. Limits are drawn between `--shortest`
-and `--max_new_tokens`. Limits and the order of requests are the same for all sides.
+and `--max_new_tokens`. Limits and the order of requests are the same for all sides. In a further side, every second
+request is sampled in a way of its own, which no static batch can serve; only its greedy texts are compared.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ..sides import PLAIN, TO_THE_END, speed_up_of, timed_in_turns
 
 SOURCES = ("hf_specheads", "hf_specheads/generation/streams")
 Texts = list[list[int]]
+MIXED = "stream, every second request sampled in its own way"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,10 +52,15 @@ def in_static_batches(
 
 
 def in_a_stream(
-    target: PreTrainedModel, prompts: list[Inputs], limits: list[int], size: int, heads: DraftHead
+    target: PreTrainedModel, prompts: list[Inputs], limits: list[int], size: int, heads: DraftHead, mixed: bool = False
 ) -> Texts:
-    """Serves requests as a stream: a new request takes the place of one that has ended."""
-    requests = ({**inputs, "max_new_tokens": limit} for inputs, limit in zip(prompts, limits, strict=True))
+    """Serves requests as a stream: a new request takes the place of one that has ended.
+
+    If `mixed`, every second request is sampled, at one of five temperatures.
+    """
+    requests = [{**inputs, "max_new_tokens": limit} for inputs, limit in zip(prompts, limits, strict=True)]
+    for number in range(1, len(requests) if mixed else 0, 2):
+        requests[number] |= {"do_sample": True, "temperature": 0.5 + 0.1 * (number // 2 % 5), "top_p": 0.9}
     found = generate_stream(target, heads, requests, size, do_sample=False, **TO_THE_END)
     return [one.token_ids for one in sorted(found, key=lambda one: one.index)]
 
@@ -68,6 +75,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for name, one in heads.items():
         serve[f"{name}, static batches"] = partial(in_static_batches, *call, assistant_model=one)
         serve[f"{name}, stream"] = partial(in_a_stream, *call, one)
+        serve[f"{name}, {MIXED}"] = partial(in_a_stream, *call, one, mixed=True)
     seconds, texts = timed_in_turns(serve, args.repeats, warm_ups=1)
     return {
         "max_batch": args.max_batch,
@@ -79,12 +87,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def summarise(name: str, seconds: dict[str, list[float]], texts: dict[str, Texts]) -> dict[str, Any]:
     """Summarises one side: requested tokens per second, and the speed-up over plain static batches in the same
     turn."""
-    tokens = sum(map(len, texts[name]))
+    tokens, compared = sum(map(len, texts[name])), slice(None, None, 2 if name.endswith(MIXED) else 1)
     return {
         "tokens_per_second": statistics.median(tokens / spent for spent in seconds[name]),
         **speed_up_of([theirs / mine for mine, theirs in zip(seconds[name], seconds[PLAIN], strict=True)]),
         "new_tokens": tokens,
-        "identical": texts[name] == texts[PLAIN],
+        "identical": texts[name][compared] == texts[PLAIN][compared],
     }
 
 
@@ -95,6 +103,6 @@ def table(result: Result) -> str:
     }  # fmt: skip
     sides = {f"{name}, static batches" if name == PLAIN else name: side for name, side in result["sides"].items()}
     return column_table(columns, sides, "") + footnote(
-        result, "Greedy, {dtype}, {num_prompts} requests for {limits[0]} to {limits[1]} new tokens, at most "
+        result, "Greedy unless said otherwise, {dtype}, {num_prompts} requests for {limits[0]} to {limits[1]} new tokens, at most "
         "{max_batch} at a time, median of {repeats} interleaved repeats",
     )  # fmt: skip
