@@ -103,6 +103,6 @@ def table(result: Result) -> str:
     }  # fmt: skip
     sides = {f"{name}, static batches" if name == PLAIN else name: side for name, side in result["sides"].items()}
     return column_table(columns, sides, "") + footnote(
-        result, "Greedy unless said otherwise, {dtype}, {num_prompts} requests for {limits[0]} to {limits[1]} new tokens, at most "
-        "{max_batch} at a time, median of {repeats} interleaved repeats",
+        result, "Greedy unless said otherwise, {dtype}, {num_prompts} requests for {limits[0]} to {limits[1]} new "
+        "tokens, at most {max_batch} at a time, median of {repeats} interleaved repeats",
     )  # fmt: skip

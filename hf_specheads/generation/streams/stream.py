@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from time import sleep
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from ...cache.names import cache_name
 from ...cache.recurrent import RecurrentCache
 from ...cache.target import TreeCache
 from ...contract import DraftingContract
+from ...errors import WrongTargetError
 from ..call import begin_call
 from ..committed import NewRows
 from ..loop import RoundLoop
@@ -39,6 +41,7 @@ from .accounts import RequestSampler, RequestStop, RequestTexts
 from .requests import CallOptions, Request, refuse_in_streams, refuse_to_join
 
 _END = object()
+IDLE_SECONDS = 0.002  # how long a stream without texts waits before it asks again for a request
 
 
 @dataclass(frozen=True)
@@ -49,15 +52,22 @@ class FinishedText:
         index: Number of the request, counted from 0 in the order in which requests were taken.
         token_ids: The new tokens. The end-of-sequence token, if there was one, is the last.
         num_accepted: Accepted draft tokens of each round of the request.
+        error: Why the request could not be served; `None` if it was. Only with `raise_errors=False`.
     """
 
     index: int
     token_ids: list[int]
     num_accepted: list[int]
+    error: Exception | None = None
 
 
 def generate_stream(
-    target: PreTrainedModel, heads: DraftingContract, requests: Iterable[Any], max_batch: int = 8, **options: Any
+    target: PreTrainedModel,
+    heads: DraftingContract,
+    requests: Iterable[Any],
+    max_batch: int = 8,
+    raise_errors: bool = True,
+    **options: Any,
 ) -> Iterator[FinishedText]:
     """Generates for a stream of requests, at most `max_batch` at a time. Every text is the target's own.
 
@@ -82,6 +92,8 @@ def generate_stream(
             its text ends (`do_sample`, `temperature`, `prefix_allowed_tokens_fn`, `max_new_tokens`, `eos_token_id`,
             `stop_strings` and so on). `None` means that no request is waiting at the moment.
         max_batch: Most sequences in a round.
+        raise_errors: Raise the error of a request that cannot be read or served, which ends the stream and all its
+            texts. Otherwise the request is yielded with its `error`, and the other texts go on.
         **options: Options of `generate`, for all requests. `stop_strings` needs the `tokenizer` too.
 
     Yields:
@@ -95,15 +107,24 @@ def generate_stream(
     """
     if max_batch < 1:
         raise ValueError(f"`max_batch` must be at least 1, got {max_batch}.")
-    return _Stream(target, heads, max_batch, CallOptions(options)).run(iter(requests))
+    return _Stream(target, heads, max_batch, CallOptions(options), raise_errors).run(iter(requests))
 
 
 class _Stream:
     """The state of one [`generate_stream`], whose arguments it takes."""
 
-    def __init__(self, target: PreTrainedModel, heads: DraftingContract, max_batch: int, options: CallOptions):
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        heads: DraftingContract,
+        max_batch: int,
+        options: CallOptions,
+        raise_errors: bool,
+    ):
         self.target, self.heads, self.max_batch, self.options = target, heads, max_batch, options
+        self.raise_errors = raise_errors
         self.asked = 0
+        self.refused: list[FinishedText] = []
         self.loop: StreamLoop | None = None
 
     def run(self, requests: Iterator[Any]) -> Iterator[FinishedText]:
@@ -117,9 +138,13 @@ class _Stream:
                     if request is None or not waiting:
                         break
                     self.admit(request)
+                refused, self.refused = self.refused, []
+                yield from refused
                 if self.loop is not None:
                     self.loop.step()
                     yield from self.loop.take_finished()
+                if waiting and not self.is_busy:
+                    sleep(IDLE_SECONDS)
         finally:
             if self.loop is not None:
                 self.loop.close()
@@ -136,13 +161,22 @@ class _Stream:
 
     def admit(self, request: Any) -> None:
         """Reads the prompt of a request, so that the request takes part in the next round."""
-        asked, began = Request.of(request, self.asked, self.target.device), time.perf_counter()
-        read = partial(self._read_prompt, asked)
-        newcomer, rows = self.target.generate(**asked.inputs, **self.options.of(asked.options), custom_generate=read)
+        number, began = self.asked, time.perf_counter()
+        self.asked += 1
+        try:
+            asked = Request.of(request, number, self.target.device)
+            options = {**self.options.of(asked.options), "custom_generate": partial(self._read_prompt, asked)}
+            newcomer, rows = self.target.generate(**asked.inputs, **options)
+        except WrongTargetError:  # the fault of the heads, not of the request
+            raise
+        except Exception as error:
+            if self.raise_errors:
+                raise
+            self.refused.append(FinishedText(number, [], [], error))
+            return
         assert self.loop is not None  # `_read_prompt` has made it
         self.heads.last_stats = self.loop.stats
         self.loop.take_in(asked, newcomer, rows, time.perf_counter() - began)
-        self.asked += 1
 
     def _read_prompt(
         self,
@@ -298,7 +332,7 @@ class StreamLoop(RoundLoop):
         self.texts.end(ended)
         for request in ended:
             known = self.stats.num_accepted[request : request + 1]  # empty if all steps of the request were plain
-            self.finished.append(FinishedText(request, self.texts.finish(request), *known or [[]]))
+            self.finished.append(FinishedText(request, self.texts.finish(request), known[0] if known else []))
             self.own_stop.take(request)
             self.own_sampler.take(request)
         self.stats.new_tokens = self.texts.mean_new_tokens

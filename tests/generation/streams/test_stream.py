@@ -20,7 +20,8 @@ from support.tokenizers import byte_tokenizer
 from support.trees import TREES
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hf_specheads import DraftTreeConfig, UnsupportedGenerationError, generate_stream
+from hf_specheads import DraftTreeConfig, UnsupportedGenerationError, WrongTargetError, generate_stream
+from hf_specheads.generation.streams import stream
 
 LENGTHS = (7, 19, 2, 12, 5, 19, 9)
 BUDGETS = (14, 5, 22, 1, 9, 17, 11)
@@ -265,6 +266,36 @@ def test_a_bad_request_ends_the_stream_and_leaves_nothing() -> None:
         list(stream)
     wanted = alone_texts(target, prompts((9,)), max_new_tokens=6)
     assert texts_of(list(generate_stream(target, heads, prompts((9,)), max_new_tokens=6, do_sample=False))) == wanted
+
+
+def test_bad_requests_may_leave_the_others_alone() -> None:
+    target, alone, told = shared_target("llama"), prompts((4, 5, 9)), []
+    heads = random_heads(target, "eagle")
+    bad = [{"num_return_sequences": 2}, {"do_sample": True, "temperature": -1.0}, {"pixel_values": torch.ones(1, 3)}]
+    bad = ["none", *({"input_ids": alone[0], **options} for options in bad)]
+    requests = [bad[0], alone[0], bad[1], bad[2], alone[1], bad[3], alone[2]]
+    options = {"max_new_tokens": 9, "do_sample": False}
+    for one in generate_stream(target, heads, requests, 2, raise_errors=False, **options):
+        told.append((one.index, one.token_ids, str(one.error)[:40]))
+    assert [index for index, _, _ in told[:1]] == [0] and len(told) == 7
+    wanted = dict(zip((1, 4, 6), alone_texts(target, alone, max_new_tokens=9), strict=True))
+    assert {index: text for index, text, error in told if error == "None"} == wanted
+    assert sorted(index for index, text, error in told if error != "None" and not text) == [0, 2, 3, 5]
+    assert texts_of(list(generate_stream(target, heads, alone, 2, raise_errors=False, **options))) == [
+        *wanted.values()
+    ]
+    assert [one.index for one in generate_stream(target, heads, ["none"], raise_errors=False)] == [0]
+    with pytest.raises(WrongTargetError):
+        list(generate_stream(shared_target("gemma2"), heads, alone, 2, raise_errors=False, **options))
+
+
+def test_a_stream_without_texts_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty queue is not asked over and over without a pause."""
+    target, waits = shared_target("llama"), []
+    monkeypatch.setattr(stream, "sleep", waits.append)
+    requests = [None, None, random_prompt(4), None, None, None, None]
+    assert len(list(generate_stream(target, random_heads(target, "eagle"), requests, max_new_tokens=2))) == 1
+    assert len(waits) >= 5 and set(waits) == {stream.IDLE_SECONDS}
 
 
 def test_a_stream_that_is_left_frees_its_caches() -> None:
