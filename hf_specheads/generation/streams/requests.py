@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ CHOICES = frozenset(
         "watermarking_config", "prefix_allowed_tokens_fn", "logits_processor",
     }
 )  # fmt: skip
+KEPT_CRITERIA = 16  # criteria for different stop strings that a stream keeps
 OF_A_STREAM = (frozenset(vars(GenerationConfig())) | {"generation_config", "tokenizer"}) - ENDINGS - CHOICES
 
 
@@ -104,7 +106,7 @@ class CallOptions:
             raise ValueError(f"`{given}` belongs to one call of `generate`; a stream takes `requests` and `heads`.")
         self.options = dict(options)
         self.tokenizer = self.options.pop("tokenizer", None)
-        self._criteria: dict[tuple[str, ...], StopStringCriteria] = {}
+        self._made = lru_cache(maxsize=KEPT_CRITERIA)(partial(StopStringCriteria, self.tokenizer))
         self.of({})
 
     def of(self, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,10 +121,7 @@ class CallOptions:
         """The criterion for stop strings. It is kept, as making one takes a walk through the vocabulary."""
         if self.tokenizer is None:
             raise ValueError("`stop_strings` are looked for in the text; pass the `tokenizer` too.")
-        key = (strings,) if isinstance(strings, str) else tuple(strings)
-        if key not in self._criteria:
-            self._criteria[key] = StopStringCriteria(self.tokenizer, list(key))
-        return self._criteria[key]
+        return self._made((strings,) if isinstance(strings, str) else tuple(strings))
 
 
 def refuse_in_streams(
