@@ -91,7 +91,8 @@ def test_copies(measure_pair):
 
 def test_streams(measure_pair):
     sides = measure_pair("stream", ["eagle"], "--max_batch", "2", "--shortest", "3", "--repeats", "2")["sides"]
-    assert list(sides) == ["plain generate", "eagle, static batches", "eagle, stream"]
+    mixed = "eagle, stream, every second request sampled in its own way"
+    assert list(sides) == ["plain generate", "eagle, static batches", "eagle, stream", mixed]
     assert sides["plain generate"]["speed_up"] == 1
     assert all(side["identical"] and 2 * 3 <= side["new_tokens"] <= 2 * 10 for side in sides.values())
 
