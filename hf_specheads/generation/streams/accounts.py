@@ -14,6 +14,7 @@ from ..sequences import Sequences
 from ..stopping import StopRule
 
 OfSampler = Callable[[TokenSampler, torch.Tensor], torch.Tensor]
+WARMEST = 2.0  # highest temperature that has trees of its own
 MOST_TOKENS = 1 << 40  # the common limit of all requests, see `RequestTexts.lengths`
 
 
@@ -125,11 +126,13 @@ class RequestSampler(TokenSampler):
         self.do_sample = any(sampler.do_sample for sampler in self.own.values())
         self.row_wise = all(sampler.row_wise for sampler in self.own.values())
         self.alike, self.config = all(_equal(one, choices[0]) for one in choices), configs[0]
-        if not self.alike:
-            # Requests that differ share the trees of greedy requests, and the pace of those that are as warm as they.
+        if self.do_sample:
+            # Requests that differ share the trees of greedy requests. What is learnt of trees is kept for a few
+            # temperatures only, as those of requests may all be different.
             warm = [(config.temperature or 1.0) if config.do_sample else 0.0 for config in configs]
             self.config = copy.copy(self.config)  # a new one would warn that greedy decoding has no temperature
-            self.config.do_sample, self.config.temperature = False, round(sum(warm) / len(warm), 1)
+            self.config.do_sample = self.alike
+            self.config.temperature = min(round(sum(warm) / len(warm), 1), WARMEST)
 
     @property
     def of_drafts(self) -> LogitsProcessorList | None:

@@ -18,6 +18,7 @@ from support.tokenizers import byte_tokenizer
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 from hf_specheads import DraftTreeConfig, UnsupportedGenerationError, generate_stream
+from hf_specheads.generation.pace.pace import Pace
 
 
 class NoTokenTwice(LogitsProcessor):
@@ -142,6 +143,19 @@ def test_requests_that_are_alike_are_processed_together(monkeypatch: pytest.Monk
     together, apart = rows_of_rounds(0.7, 0.7), rows_of_rounds(0.7, 1.3)
     assert together[2 * 3] and together[2], "the nodes of both, and the children that are drawn for both"
     assert apart[3] and not apart[2 * 3]
+
+
+def test_what_is_learnt_does_not_grow_with_the_temperatures_asked_for() -> None:
+    target = shared_target("llama")
+    heads = random_heads(target, "eagle")
+    heads.adaptive = True
+    requests = [
+        {"input_ids": random_prompt(6, seed=4), "temperature": 0.6 + 0.0017 * n + 3 * (n % 2)} for n in range(30)
+    ]
+    found = list(generate_stream(target, heads, requests, 2, max_new_tokens=8, do_sample=True))
+    assert len(found) == 30
+    temperatures = {key[-1] for key in heads.memory[target] if key[0] is Pace}
+    assert len(temperatures) <= 6 and max(temperatures) == 2.0, temperatures
 
 
 # ---------------------------------------------------------------------- what is refused
