@@ -13,7 +13,6 @@ from ..sampling import TokenSampler
 from ..sequences import Sequences
 from ..stopping import StopRule
 
-OfSampler = Callable[[TokenSampler, torch.Tensor], torch.Tensor]
 WARMEST = 2.0  # highest temperature that has trees of its own
 MOST_TOKENS = 1 << 40  # the common limit of all requests, see `RequestTexts.lengths`
 

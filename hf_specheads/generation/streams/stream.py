@@ -135,6 +135,8 @@ class _Stream:
                 while waiting and not self.is_full:
                     request = next(requests, _END)
                     waiting = request is not _END
+                    if request is None and not self.is_busy:
+                        sleep(IDLE_SECONDS)
                     if request is None or not waiting:
                         break
                     self.admit(request)
@@ -143,8 +145,6 @@ class _Stream:
                 if self.loop is not None:
                     self.loop.step()
                     yield from self.loop.take_finished()
-                if waiting and not self.is_busy:
-                    sleep(IDLE_SECONDS)
         finally:
             if self.loop is not None:
                 self.loop.close()
@@ -194,7 +194,7 @@ class _Stream:
         settings = replace(settings, exact_seed=False, in_stream=True)
         settings = with_a_tree_for(model, settings, batch, model_kwargs)
         prepared = (logits_processor, stopping_criteria, generation_config)
-        samples = None if self.loop is None else self.loop.samples
+        samples = None if self.loop is None else bool(self.loop.config.do_sample)
         refuse_in_streams(request, settings, stopping_criteria, generation_config, model_kwargs, samples)
         refuse_prepared_call(model, heads, settings, batch, generation_config, model_kwargs)
         refuse_to_join(model, settings, batch, model_kwargs)
@@ -234,7 +234,7 @@ class StreamLoop(RoundLoop):
         generation_config: GenerationConfig,
         batch: int,
     ):
-        self.texts, self.own_stop, self.samples = RequestTexts(), RequestStop(), bool(generation_config.do_sample)
+        self.texts, self.own_stop = RequestTexts(), RequestStop()
         self.own_sampler = RequestSampler(self.texts)
         prepared = (logits_processor, stopping_criteria, generation_config)
         super().__init__(target, head, replace(options, adaptive=False), *prepared, self.texts, {})

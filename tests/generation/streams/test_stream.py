@@ -296,6 +296,9 @@ def test_a_stream_without_texts_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [None, None, random_prompt(4), None, None, None, None]
     assert len(list(generate_stream(target, random_heads(target, "eagle"), requests, max_new_tokens=2))) == 1
     assert len(waits) >= 5 and set(waits) == {stream.IDLE_SECONDS}
+    waits.clear()
+    assert len(list(generate_stream(target, random_heads(target, "eagle"), prompts((4, 5)), 1, max_new_tokens=2))) == 2
+    assert not waits, "a request is waiting whenever a place is free"
 
 
 def test_a_stream_that_is_left_frees_its_caches() -> None:
