@@ -66,15 +66,19 @@ class Script:
             monkeypatch.setattr(rules, name, self.wrapped(getattr(rules, name)))
 
     def wrapped(self, verify: Any) -> Any:
-        def verify_scripted(tree, input_ids, logits, *args):
+        at_once = verify.__name__ == "verify_all_nodes"
+
+        def verify_scripted(tree, *args):
             self.depths, self.probabilities = tree.depths[0].tolist(), []
-            logits = logits if self.spoil is None else self.spoil(tree, logits)
-            (accepted,) = verify(tree, input_ids, logits, *args)
-            for step, (node, token) in enumerate(zip(accepted.nodes, accepted.token_ids, strict=True)):
-                at_once = verify.__name__ == "verify_all_nodes"
+            if self.spoil is not None:
+                place = 0 if at_once else 1  # of the logits
+                args = [*args[:place], self.spoil(tree, args[place]), *args[place + 1 :]]
+            (accepted,) = verify(tree, *args)
+            left = len(self.wanted) - self.emitted
+            for step, (node, token) in enumerate(zip(accepted.nodes[:left], accepted.token_ids[:left], strict=True)):
                 row = self.probabilities[0][node] if at_once else self.probabilities[step][0]
                 self.probability *= row[token].item()
-            self.emitted += len(accepted.token_ids)
+            self.emitted += len(accepted.token_ids[:left])
             return [accepted]
 
         return verify_scripted
@@ -234,8 +238,8 @@ def test_planted_bug_is_found_by_sampling(monkeypatch):
     """Control: the test fails when the bonus token ignores the temperature."""
     original, spoil = rules.verify_all_nodes, _bonus_without_temperature(0.4)
 
-    def spoiled(tree, input_ids, logits, *args):
-        return original(tree, input_ids, spoil(tree, logits), *args)
+    def spoiled(tree, logits, *args):
+        return original(tree, spoil(tree, logits), *args)
 
     monkeypatch.setattr(rules, "verify_all_nodes", spoiled)
     statistic, critical = sampled_statistic(False, {"temperature": 0.4}, **EVERY_TOKEN)

@@ -229,7 +229,7 @@ def next_two(rule: str, processors: str, samples: int) -> Counter:
             for index, sampler in enumerate(samplers)
         ]
     else:
-        accepted = VERIFY[name](tree, PROMPT.expand(samples, -1), logits, samplers[0], NEVER, False)
+        accepted = VERIFY[name](tree, logits, samplers[0], False)
     assert sum(result.num_accepted for result in accepted) > 0
     counts: Counter = Counter()
     for result in accepted:

@@ -21,7 +21,6 @@ from hf_specheads.generation.committed import PackedPaths
 from hf_specheads.generation.loop import RoundLoop
 from hf_specheads.generation.pace.pace import PLAIN, Pace
 from hf_specheads.generation.sampling import TokenSampler
-from hf_specheads.generation.stopping import StopRule
 from hf_specheads.generation.verification import accepted
 from hf_specheads.generation.verification.accepted import agreed_paths
 from hf_specheads.heads.auto import METHODS
@@ -59,7 +58,7 @@ def test_rows_are_those_of_the_paths_that_the_host_finds(kind, seed, batch, read
     tree = tree_of(kind, seed, batch)
     choices, features = choices_at(tree, seed), torch.randn(*tree.token_ids.shape, 3) if reads_features else None
     longest = tree.max_depth + 2
-    results = agreed_paths(tree, choices, None, [5] * batch, StopRule([]))
+    results = agreed_paths(tree, choices, None)
     paths = PackedPaths.of(results, tree.token_ids[:, 0].tolist(), torch.device("cpu"), longest)
     expected, got = paths.rows(features).with_validity(), rows_of_choices(tree, choices, features, longest)
     assert torch.equal(got.valid, expected.valid)

@@ -90,8 +90,10 @@ def test_decisions_and_bonus_distributions(case, verify, monkeypatch, recordings
         return torch.cat([wanted.get(node, torch.zeros(1, 1).long()) for node in range(tree.num_nodes)])
 
     script_draws(monkeypatch, draw)
-    last = (True,) if verify is verify_all_nodes else (None,)  # with scores, draws are from the whole vocabulary
-    (accepted,) = verify(tree, [3] if verify is verify_all_nodes else ids, logits, sampler, NEVER, *last)
+    if verify is verify_all_nodes:  # with scores, draws are from the whole vocabulary
+        (accepted,) = verify_all_nodes(tree, logits, sampler, keep_scores=True)
+    else:
+        (accepted,) = verify_token_by_token(tree, ids, logits, sampler, NEVER, None)
     assert accepted.nodes == path
     assert accepted.token_ids == [*tokens[1:], int(left.argmax())]
     ours = drawn_from[path[-1] if verify is verify_all_nodes else -1].clone()

@@ -182,7 +182,7 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 class RequestStop(StopRule):
     """A stop rule that uses, for every request, the criteria and the limit of this request.
 
-    Tokens are taken as blocks if no request has to see every token, and all requests end at the same tokens.
+    Tokens are taken as blocks if no request has to see every token.
 
     Attributes:
         own: The stop rules of the requests, by number.
@@ -204,9 +204,7 @@ class RequestStop(StopRule):
         self._agree()
 
     def _agree(self) -> None:
-        rules = list(self.own.values())
-        self._eos_ids = rules[0]._eos_ids if rules else set()
-        self.per_token = any(rule.per_token or rule._eos_ids != self._eos_ids for rule in rules)
+        self.per_token = any(rule.per_token for rule in self.own.values())
 
     def for_sequence(self, sequence: int) -> StopRule:
         return self.own[sequence]

@@ -10,7 +10,7 @@ import torch
 from ...cache.slots import to_device
 from ...tree.draft_tree import DraftTree
 from ..sampling import refuse_no_distribution
-from ..stopping import StopRule
+from ..stopping import StopRule, cut_blocks
 
 Meanwhile = Callable[[torch.Tensor], None]  # gets the tokens chosen at each node, int64 [B, N]
 
@@ -55,18 +55,14 @@ def accepted_paths(
     best: torch.Tensor,
     bonus: torch.Tensor,
     scores: torch.Tensor | None,
-    lengths: Sequence[int],
-    stop: StopRule,
 ) -> list[Accepted]:
-    """Reads the accepted path of every sequence, cut where generation stops. One host sync for all sequences.
+    """Reads the accepted path of every sequence, wherever generation stops. One host sync for all sequences.
 
     Args:
         tree: Draft tree of B sequences and N nodes.
         best: int64 [B], the last accepted node.
         bonus: int64 [B], the bonus token after that node.
         scores: [B, N, V], processed scores to keep; `None` to keep none.
-        lengths: Tokens committed so far, per sequence.
-        stop: Stop rule. Only its length limit and end-of-sequence tokens are used.
     """
     width = tree.max_depth + 1
     path = tree.path_to(best)  # [B, D + 1]
@@ -76,15 +72,13 @@ def accepted_paths(
     for num_accepted, *values in numbers:
         emitted = [*values[width + 1 : width + 1 + num_accepted], values[-1]]
         paths.append((values[: num_accepted + 1], emitted))
-    return _as_far_as_it_goes(paths, scores, lengths, stop)
+    return _as_accepted(paths, scores)
 
 
 def agreed_paths(
     tree: DraftTree,
     choices: torch.Tensor,
     scores: torch.Tensor | None,
-    lengths: Sequence[int],
-    stop: StopRule,
     meanwhile: Meanwhile | None = None,
 ) -> list[Accepted]:
     """Follows the chosen tokens from the root as far as the tree has them, with results as in [`accepted_paths`].
@@ -95,7 +89,7 @@ def agreed_paths(
     Args:
         tree: Draft tree of B sequences and N nodes.
         choices: int64 [B, N], the token chosen at each node.
-        scores, lengths, stop: As in [`accepted_paths`].
+        scores: As in [`accepted_paths`].
         meanwhile: Called with the choices before the host waits for them, to give the device further work. The host
             does not wait for that work.
     """
@@ -111,7 +105,7 @@ def agreed_paths(
         parents = numbers[2 * nodes :] or range(-1, nodes - 1)
         path = _agreed_path(numbers, numbers[nodes : 2 * nodes], parents)
         paths.append((path, [numbers[node] for node in path]))
-    return _as_far_as_it_goes(paths, scores, lengths, stop)
+    return _as_accepted(paths, scores)
 
 
 def _sent(numbers: torch.Tensor) -> Callable[[], list]:
@@ -145,24 +139,32 @@ def _agreed_path(choices: Sequence[int], tokens: Sequence[int], parents: Sequenc
     return path[::-1]
 
 
-def _as_far_as_it_goes(
-    paths: Sequence[tuple[list[int], list[int]]],
-    scores: torch.Tensor | None,
-    lengths: Sequence[int],
-    stop: StopRule,
-) -> list[Accepted]:
-    """Cuts accepted paths where generation stops. Each path has its nodes and the tokens chosen at them."""
+def _as_accepted(paths: Sequence[tuple[list[int], list[int]]], scores: torch.Tensor | None) -> list[Accepted]:
+    """The results of paths, each of which has its nodes and the tokens chosen at them."""
     results: list[Accepted] = []
     for sequence, (nodes, emitted) in enumerate(paths):
         refuse_no_distribution(emitted[-1])
-        kept, stopped = stop.cut(emitted, lengths[sequence])
-        nodes = nodes[:kept]
-        kept_scores = (
-            [] if scores is None else [scores[sequence, node][None].to(torch.float32, copy=True) for node in nodes]
-        )
-        accepted = Accepted(emitted[:kept], nodes, kept_scores, stopped, cut=kept < len(emitted))
-        accepted.host_syncs = 0 if results else 1
-        results.append(accepted)
+        kept = [] if scores is None else [scores[sequence, node][None].to(torch.float32, copy=True) for node in nodes]
+        results.append(Accepted(emitted, nodes, kept, host_syncs=0 if results else 1))
+    return results
+
+
+def cut_where_it_stops(
+    accepted: Sequence[Accepted], texts: Sequence[torch.Tensor], rules: Sequence[StopRule]
+) -> list[Accepted]:
+    """Cuts the accepted path of every sequence where its generation stops.
+
+    Args:
+        accepted: The accepted paths.
+        texts: int64 [1, T], the committed tokens of each sequence.
+        rules: Stop rule of each sequence, which must not need every token. One more host sync for all sequences if
+            some have stop strings.
+    """
+    cuts = cut_blocks([one.token_ids for one in accepted], texts, rules)
+    results = [one.limited(kept) for one, (kept, _) in zip(accepted, cuts, strict=True)]
+    for result, (_, stopped) in zip(results, cuts, strict=True):
+        result.stopped = stopped
+    results[0].host_syncs += any(rule.strings for rule in rules)
     return results
 
 
@@ -198,7 +200,7 @@ def walk(
         input_ids = torch.cat([input_ids, to_device([[token]], input_ids.device)], dim=1)
         result.token_ids.append(token)
         result.scores += [] if scores is None else [scores]
-        result.host_syncs += waits + stop.per_token
+        result.host_syncs += waits + stop.looks_at_text
         result.stopped = stops_after(input_ids, result, stop, earlier_scores)
     result.cut = result.stopped and node is not None
     return result
@@ -208,6 +210,6 @@ def stops_after(
     input_ids: torch.Tensor, emitted: Accepted, stop: StopRule, earlier_scores: tuple[torch.Tensor, ...] | None
 ) -> bool:
     """Whether generation ends after the last token of `emitted`, which is also the last of `input_ids` [1, T']."""
-    if stop.per_token:
+    if stop.looks_at_text:
         return stop.met(input_ids, None if earlier_scores is None else earlier_scores + tuple(emitted.scores))
     return stop.cut(emitted.token_ids[-1:], input_ids.shape[1] - 1)[1]

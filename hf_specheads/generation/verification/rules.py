@@ -14,7 +14,7 @@ from ..outputs import EmittedOutputs
 from ..sampling import TokenSampler
 from ..sequences import Sequences
 from ..stopping import StopRule
-from .accepted import Accepted, Meanwhile
+from .accepted import Accepted, Meanwhile, cut_where_it_stops
 from .sampled import verify_sampled_at_once, verify_sampled_token_by_token
 from .top_k import verify_all_nodes, verify_token_by_token
 from .typical import verify_typical
@@ -49,7 +49,8 @@ class Verification:
     def token_by_token(self) -> bool:
         """Whether tokens must be chosen one after the other.
 
-        Processors or criteria that look at the text need this, and so do draws in plain `generate`'s order.
+        Processors that look at the text need this, criteria other than lengths, end-of-sequence tokens and stop
+        strings, and draws in plain `generate`'s order.
         """
         seeded = len(self.sequences.lengths) == 1 and self.sampler.do_sample and self.options.exact_seed
         in_order = seeded and self.tree.sampled is None
@@ -57,9 +58,11 @@ class Verification:
 
     def at_once(self, verify: Callable[..., list[Accepted]]) -> list[Accepted]:
         """Verifies all sequences at once, with a function such as [`verify_all_nodes`]."""
-        lengths = [self.sequences.lengths[sequence] for sequence in self.sequences.active]
-        keep_scores = self.outputs.scores is not None
-        return verify(self.tree, lengths, self.logits, self.sampler, self.stop, keep_scores)
+        active, keep_scores = self.sequences.active, self.outputs.scores is not None
+        accepted = verify(self.tree, self.logits, self.sampler, keep_scores)
+        return cut_where_it_stops(
+            accepted, list(map(self.sequences.tokens_of, active)), list(map(self.stop.for_sequence, active))
+        )
 
     def one_by_one(self, verify: Callable[..., list[Accepted]], *parameters: float) -> list[Accepted]:
         """Verifies one sequence after the other, with a function such as [`verify_token_by_token`]."""

@@ -12,8 +12,6 @@ the most probable ones. These have a rule of their own (`top_k.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ...tree.draft_tree import DraftTree, SampledChildren
@@ -79,20 +77,16 @@ def _draws(tree: DraftTree) -> SampledChildren:
 
 def verify_sampled_at_once(
     tree: DraftTree,
-    lengths: Sequence[int],
     logits: torch.Tensor,
     sampler: TokenSampler,
-    stop: StopRule,
     keep_scores: bool,
 ) -> list[Accepted]:
     """Decides at all nodes at once, follows the accepted children and draws the bonus token. One host sync in all.
 
     Args:
         tree: Draft tree of B sequences and N nodes, with drawn children.
-        lengths: Tokens committed so far, per sequence.
         logits: [B, N, V], raw target logits at the nodes.
         sampler: Must be row-wise.
-        stop: Must not need every token.
         keep_scores: Whether to keep the processed scores of the emitted tokens.
 
     Raises:
@@ -109,7 +103,7 @@ def verify_sampled_at_once(
     taken.scatter_(1, torch.where(accepted >= 0, child, 0), True)
     best = torch.where(accepted_nodes(tree, taken), tree.depths, -1).argmax(dim=1)
     bonus = sampler.race(_bonus_distribution(drawn, scores, residual, best))
-    return accepted_paths(tree, best, bonus, scores if keep_scores else None, lengths, stop)
+    return accepted_paths(tree, best, bonus, scores if keep_scores else None)
 
 
 def _child_tokens(tree: DraftTree, drawn: SampledChildren) -> torch.Tensor:

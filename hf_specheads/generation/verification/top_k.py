@@ -9,8 +9,6 @@ their own (`sampled.py`), and so has typical acceptance (`typical.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from ...tree.draft_tree import DraftTree
@@ -21,10 +19,8 @@ from .accepted import Accepted, Meanwhile, agreed_paths, walk
 
 def verify_all_nodes(
     tree: DraftTree,
-    lengths: Sequence[int],
     logits: torch.Tensor,
     sampler: TokenSampler,
-    stop: StopRule,
     keep_scores: bool,
     meanwhile: Meanwhile | None = None,
 ) -> list[Accepted]:
@@ -32,15 +28,13 @@ def verify_all_nodes(
 
     Args:
         tree: Draft tree of B sequences and N nodes.
-        lengths: Tokens committed so far, per sequence.
         logits: [B, N, V], raw target logits at the nodes.
         sampler: Must be row-wise.
-        stop: Must not need every token.
         keep_scores: Whether to keep the processed scores of the emitted tokens.
         meanwhile: As in [`agreed_paths`].
     """
     choices, scores = sampler.at_all_nodes(logits) if keep_scores else (sampler.tokens_at_all_nodes(logits), None)
-    return agreed_paths(tree, choices, scores, lengths, stop, meanwhile)
+    return agreed_paths(tree, choices, scores, meanwhile)
 
 
 def verify_token_by_token(

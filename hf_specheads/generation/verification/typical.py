@@ -14,7 +14,7 @@ from ...cache.slots import to_device
 from ...tree.draft_tree import DraftTree
 from ..sampling import TokenSampler, favourite
 from ..stopping import StopRule
-from .accepted import Accepted, accepted_nodes, accepted_paths, stops_after
+from .accepted import Accepted, accepted_nodes, accepted_paths, cut_where_it_stops, stops_after
 
 # Added inside the logarithm of the entropy, as in the authors' code, because it matters near the threshold.
 ENTROPY_EPSILON = 1e-5
@@ -76,13 +76,13 @@ def verify_typical(
     best = best_typical_node(tree, scores.softmax(-1), posterior_threshold, posterior_alpha)
     bonus = favourite(scores[torch.arange(len(best), device=best.device), best])
     keep = stop.per_token or earlier_scores is not None
-    results = accepted_paths(tree, best, bonus, scores if keep else None, [input_ids.shape[1]] * len(best), stop)
+    results = accepted_paths(tree, best, bonus, scores if keep else None)
     for result in results:
         result.host_syncs += 0 if sampler.row_wise else tree.max_depth + 1
     if stop.per_token:
         (result,) = results
-        results = [_cut_token_by_token(result, input_ids, stop, earlier_scores)]
-    return results
+        return [_cut_token_by_token(result, input_ids, stop, earlier_scores)]
+    return cut_where_it_stops(results, input_ids.split(1), [stop] * len(results))
 
 
 def scores_on_paths(

@@ -19,6 +19,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 from hf_specheads import DraftTreeConfig, UnsupportedGenerationError, generate_stream
 from hf_specheads.generation.pace.pace import Pace
+from hf_specheads.generation.verification import rules
 
 
 class NoTokenTwice(LogitsProcessor):
@@ -96,6 +97,20 @@ def test_stop_strings_of_its_own() -> None:
     ]
     with pytest.raises(ValueError, match="pass the `tokenizer` too"):
         list(generate_stream(target, heads, requests, 3, **options))
+
+
+def test_requests_that_end_differently_are_verified_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, tokenizer, alone = shared_target("llama"), byte_tokenizer(), [random_prompt(7, seed=s) for s in range(4)]
+    free = alone_texts(target, alone, max_new_tokens=20)
+    own = [ends_at(free[0], 6), {"stop_strings": [tokenizer.decode([free[1][5]])]}, ends_at(free[2], 3), {}]
+    wanted = [alone_texts(target, [ids], **{"max_new_tokens": 20, "tokenizer": tokenizer, **one})[0]
+              for ids, one in zip(alone, own, strict=True)]  # fmt: skip
+    assert len({*map(len, wanted)}) > 2
+    monkeypatch.setattr(rules, "verify_token_by_token", None)
+    requests = [{"input_ids": ids, **one} for ids, one in zip(alone, own, strict=True)]
+    heads = random_heads(target, "eagle")
+    found = list(generate_stream(target, heads, requests, 4, tokenizer=tokenizer, max_new_tokens=20, do_sample=False))
+    assert texts_of(found) == wanted
 
 
 # ---------------------------------------------------------------------- sampling

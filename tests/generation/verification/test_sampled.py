@@ -240,8 +240,7 @@ class Round:
         for value, nodes in ((0.0, accepted), (1.0, rejected), (u, [] if node is None else [node])):
             for number in nodes:
                 self.uniforms[(slice(None), *self.place[number])] = value
-        lengths = [1] * self.rows
-        return [a.nodes for a in verify_sampled_at_once(self.tree, lengths, self.logits, self.sampler, NEVER, False)]
+        return [a.nodes for a in verify_sampled_at_once(self.tree, self.logits, self.sampler, False)]
 
     def way_to(self, node: int) -> tuple[list[int], list[int]]:
         """Nodes to accept and to reject on the way to `node`, itself left out."""
@@ -329,7 +328,7 @@ def test_both_walks_agree_on_the_same_random_numbers(row, seed, shape):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "rand", lambda shape, device, dtype: uniforms)
         script_draws(patch, lambda probs, num_samples: (probs.cumsum(-1) < last).sum(-1, keepdim=True))
-        (at_once,) = verify_sampled_at_once(tree, [ids.shape[1]], logits[part], sampler, NEVER, True)
+        (at_once,) = verify_sampled_at_once(tree, logits[part], sampler, True)
         (walked,) = verify_sampled_token_by_token(tree, ids, logits[part], sampler, NEVER, None)
     assert (at_once.nodes, at_once.token_ids) == (walked.nodes, walked.token_ids)
     for ours, theirs in zip(at_once.scores, walked.scores, strict=True):
@@ -341,9 +340,11 @@ def test_both_walks_agree_on_the_same_random_numbers(row, seed, shape):
 def test_trees_of_most_probable_children_are_refused():
     tree, logits, _ = drawn_round(SHAPES["chain"])
     tree = replace(tree, sampled=None)
-    for verify, rows in ((verify_sampled_at_once, len(logits)), (verify_sampled_token_by_token, 1)):
-        with pytest.raises(ValueError, match="were not drawn"):
-            verify(tree, torch.zeros(rows, 1).long(), logits[:rows], TokenSampler([], True), NEVER, None)
+    sampler = TokenSampler([], True)
+    with pytest.raises(ValueError, match="were not drawn"):
+        verify_sampled_at_once(tree, logits, sampler, False)
+    with pytest.raises(ValueError, match="were not drawn"):
+        verify_sampled_token_by_token(tree, torch.zeros(1, 1).long(), logits[:1], sampler, NEVER, None)
 
 
 # ---------------------------------------------------------------------- whole generations

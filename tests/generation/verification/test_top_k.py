@@ -11,6 +11,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from hf_specheads import DraftTreeConfig
 from hf_specheads.generation.sampling import TokenSampler
 from hf_specheads.generation.stopping import StopRule
+from hf_specheads.generation.verification.accepted import cut_where_it_stops
 from hf_specheads.generation.verification.top_k import verify_all_nodes, verify_token_by_token
 from hf_specheads.tree.draft_tree import DraftTree
 from hf_specheads.tree.shape import fixed_shape
@@ -18,10 +19,6 @@ from hf_specheads.tree.shape import fixed_shape
 VOCAB, CPU = 40, torch.device("cpu")
 GREEDY = TokenSampler(LogitsProcessorList(), do_sample=False)
 NEVER = StopRule(StoppingCriteriaList())
-
-
-def lengths_of(ids: torch.Tensor) -> list[int]:
-    return [ids.shape[1]] * len(ids)
 
 
 def agreeing_choices(tree: DraftTree, seed: int) -> torch.Tensor:
@@ -60,7 +57,7 @@ def test_both_walks_equal_the_naive_walk(seed, nodes, depth, batch):
     tree = random_tree(seed, nodes, depth, batch, vocab=VOCAB)
     choices = agreeing_choices(tree, seed)
     prefix = torch.zeros(batch, 5, dtype=torch.long)
-    at_once = verify_all_nodes(tree, lengths_of(prefix), logits_for(choices), GREEDY, NEVER, keep_scores=False)
+    at_once = verify_all_nodes(tree, logits_for(choices), GREEDY, keep_scores=False)
     for index in range(batch):
         expected_nodes, expected_tokens = naive_walk(tree, index, choices[index].tolist())
         assert at_once[index].nodes == expected_nodes == path_of(tree.parents[index].tolist(), expected_nodes[-1])
@@ -81,7 +78,7 @@ def test_chains_are_followed_without_their_parents(seed, depth, batch):
     parents, depths = shape.parents.expand(batch, -1), shape.depths.expand(batch, -1)
     tree = DraftTree(tokens, parents, depths, tokens.float(), depth, shape=shape)
     choices = agreeing_choices(tree, seed)
-    accepted = verify_all_nodes(tree, [5] * batch, logits_for(choices), GREEDY, NEVER, keep_scores=False)
+    accepted = verify_all_nodes(tree, logits_for(choices), GREEDY, keep_scores=False)
     for index, result in enumerate(accepted):
         assert (result.nodes, result.token_ids) == naive_walk(tree, index, choices[index].tolist())
 
@@ -95,7 +92,8 @@ def test_stopping_cuts_both_walks_at_the_same_token(seed, room, eos):
     rule = StopRule(StoppingCriteriaList([MaxLengthCriteria(5 + room), EosTokenCriteria(torch.tensor([eos]))]))
     nodes, tokens = naive_walk(tree, 0, choices[0].tolist())
     last = min([room, len(tokens)] + [i + 1 for i, token in enumerate(tokens) if token == eos])
-    (at_once,) = verify_all_nodes(tree, lengths_of(prefix), logits_for(choices), GREEDY, rule, keep_scores=True)
+    whole = verify_all_nodes(tree, logits_for(choices), GREEDY, keep_scores=True)
+    (at_once,) = cut_where_it_stops(whole, [prefix], [rule])
     (walked,) = verify_token_by_token(tree, prefix, logits_for(choices), GREEDY, rule, ())
     for accepted in (at_once, walked):
         assert accepted.token_ids == tokens[:last]
@@ -118,8 +116,7 @@ def test_scores_belong_to_the_nodes_of_the_path():
     tree = random_tree(3, 12, 4, vocab=VOCAB)
     choices = agreeing_choices(tree, 3)
     logits = torch.rand(1, 12, VOCAB) + 5 * logits_for(choices)
-    prefix = torch.zeros(1, 5, dtype=torch.long)
-    (accepted,) = verify_all_nodes(tree, lengths_of(prefix), logits, GREEDY, NEVER, keep_scores=True)
+    (accepted,) = verify_all_nodes(tree, logits, GREEDY, keep_scores=True)
     assert accepted.num_accepted > 0
     for node, scores in zip(accepted.nodes, accepted.scores, strict=True):
         assert torch.equal(scores, logits[:, node])
@@ -129,7 +126,7 @@ def test_host_syncs_are_counted():
     tree = random_tree(3, 12, 4, vocab=VOCAB)
     choices = agreeing_choices(tree, 3)
     prefix = torch.zeros(1, 5, dtype=torch.long)
-    (at_once,) = verify_all_nodes(tree, lengths_of(prefix), logits_for(choices), GREEDY, NEVER, keep_scores=False)
+    (at_once,) = verify_all_nodes(tree, logits_for(choices), GREEDY, keep_scores=False)
     (walked,) = verify_token_by_token(tree, prefix, logits_for(choices), GREEDY, NEVER, None)
     assert at_once.host_syncs == 1
     assert walked.host_syncs == 1 + len(walked.token_ids)
