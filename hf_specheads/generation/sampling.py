@@ -171,6 +171,10 @@ class TokenSampler:
             return self
         return TokenSampler(processors_of(self.logits_processor, sequence), self.do_sample, in_order=False)
 
+    def of_sequences(self, sequences: list[int]) -> TokenSampler:
+        """The sampler of some sequences of the batch, which have the same processors as the others."""
+        return self
+
     def at_lengths(self, shortest: int, longest: int) -> TokenSampler:
         """A sampler that makes the same choices for texts of these lengths, in tokens.
 

@@ -40,7 +40,8 @@ class StopRule:
 
     Attributes:
         per_token: Whether some criterion (time, a user's own) must be called for every token.
-        strings: Criteria of stop strings, which find the first token of a block that completes one.
+        strings: Criteria of stop strings, which find the first token of a block that completes one. None where
+            `per_token` or `in_step` asks them.
         in_step: Whether some criterion must be asked about all sequences of a batch at once instead.
         max_length: Most tokens of a sequence, prompt included; `None` without a limit.
     """
@@ -50,7 +51,8 @@ class StopRule:
         out_of_step = OF_ONE_SEQUENCE if pads_ended(criteria) else OF_TOKENS
         self.in_step = batch > 1 and any(type(c) not in out_of_step for c in criteria)
         self.per_token = not self.in_step and any(type(c) not in OF_A_BLOCK for c in criteria)
-        self.strings = [c for c in criteria if type(c) is StopStringCriteria and not self.in_step]
+        asked = self.in_step or self.per_token  # with all other criteria
+        self.strings = [] if asked else [c for c in criteria if type(c) is StopStringCriteria]
         lengths = [c.max_length for c in criteria if type(c) is MaxLengthCriteria]
         self.max_length: int | None = min(lengths, default=None)
         self._eos_ids = {t for c in criteria if type(c) is EosTokenCriteria for t in c.eos_token_id.tolist()}
@@ -103,8 +105,8 @@ def cut_blocks(
     Args:
         blocks: New tokens of each sequence, at least one.
         texts: int64 [1, T], the tokens before them.
-        rules: Stop rule of each sequence, which must not need every token. The host waits for the device once if some
-            have stop strings.
+        rules: Stop rule of each sequence. Criteria that need every token are not asked. The host waits for the device
+            once if some have stop strings.
     """
     cuts = [rule.cut(block, text.shape[1]) for block, text, rule in zip(blocks, texts, rules, strict=True)]
     for row, kept in _first_complete(blocks, texts, rules).items():

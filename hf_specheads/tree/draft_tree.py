@@ -30,9 +30,9 @@ class SampledChildren:
     parents: torch.Tensor
     children: torch.Tensor
 
-    def of_sequence(self, sequence: int) -> SampledChildren:
-        """Returns the drawn children of one sequence of the batch."""
-        return SampledChildren(self.probs[sequence : sequence + 1], self.parents, self.children)
+    def of_sequences(self, sequences: slice | list[int]) -> SampledChildren:
+        """Returns the drawn children of some sequences of the batch."""
+        return SampledChildren(self.probs[sequences], self.parents, self.children)
 
     def to(self, device: torch.device) -> SampledChildren:
         """Returns the drawn children on another device."""
@@ -116,8 +116,12 @@ class DraftTree:
 
     def of_sequence(self, sequence: int) -> DraftTree:
         """Returns the tree of one sequence of the batch."""
-        sampled = None if self.sampled is None else self.sampled.of_sequence(sequence)
-        return self._with(lambda tensor: tensor[sequence : sequence + 1], sampled, self.shape)
+        return self.of_sequences(slice(sequence, sequence + 1))
+
+    def of_sequences(self, sequences: slice | list[int]) -> DraftTree:
+        """Returns the trees of some sequences of the batch."""
+        sampled = None if self.sampled is None else self.sampled.of_sequences(sequences)
+        return self._with(lambda tensor: tensor[sequences], sampled, self.shape)
 
     def rows_alone(self) -> DraftTree:
         """Returns only what a forward over the tree reads (tokens, depths, ancestors), in one form for all kinds."""

@@ -152,6 +152,11 @@ class RequestSampler(TokenSampler):
         other.row_wise = all(sampler.row_wise for sampler in own.values())
         return other
 
+    def of_sequences(self, sequences: list[int]) -> TokenSampler:
+        other = copy.copy(self)
+        other.own = {request: self.own[request] for request in sequences}
+        return other
+
     def tokens_at_all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
         return self._at_places(TokenSampler.tokens_at_all_nodes, logits)
 
@@ -162,7 +167,7 @@ class RequestSampler(TokenSampler):
         self, of: Callable[[TokenSampler, torch.Tensor], torch.Tensor], logits: torch.Tensor
     ) -> torch.Tensor:
         """Calls a method of the samplers with the logits [B, N, V]: of one sampler if they are alike, else of each."""
-        samplers = [self.own[request] for request in self.texts.active]
+        samplers = [self.own[request] for request in self.texts.active if request in self.own]
         if self.alike:
             return of(samplers[0], logits)
         return torch.cat([of(one, logits[place : place + 1]) for place, one in enumerate(samplers)])
@@ -182,8 +187,6 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 class RequestStop(StopRule):
     """A stop rule that uses, for every request, the criteria and the limit of this request.
 
-    Tokens are taken as blocks if no request has to see every token.
-
     Attributes:
         own: The stop rules of the requests, by number.
     """
@@ -196,15 +199,10 @@ class RequestStop(StopRule):
     def give(self, request: int, rule: StopRule) -> None:
         """Takes in a request, with its stop rule."""
         self.own[request] = rule
-        self._agree()
 
     def take(self, request: int) -> None:
         """Forgets a request that has ended."""
         del self.own[request]
-        self._agree()
-
-    def _agree(self) -> None:
-        self.per_token = any(rule.per_token for rule in self.own.values())
 
     def for_sequence(self, sequence: int) -> StopRule:
         return self.own[sequence]

@@ -150,22 +150,44 @@ def _as_accepted(paths: Sequence[tuple[list[int], list[int]]], scores: torch.Ten
 
 
 def cut_where_it_stops(
-    accepted: Sequence[Accepted], texts: Sequence[torch.Tensor], rules: Sequence[StopRule]
+    accepted: Sequence[Accepted],
+    texts: Sequence[torch.Tensor],
+    rules: Sequence[StopRule],
+    earlier_scores: Callable[[int], tuple[torch.Tensor, ...] | None],
 ) -> list[Accepted]:
     """Cuts the accepted path of every sequence where its generation stops.
 
     Args:
         accepted: The accepted paths.
         texts: int64 [1, T], the committed tokens of each sequence.
-        rules: Stop rule of each sequence, which must not need every token. One more host sync for all sequences if
-            some have stop strings.
+        rules: Stop rule of each sequence. One that needs every token costs a host sync per token; stop strings cost
+            one for all sequences.
+        earlier_scores: Scores of all tokens that a sequence, given its row, has emitted before, for criteria that read
+            them; `None` if not kept.
     """
     cuts = cut_blocks([one.token_ids for one in accepted], texts, rules)
     results = [one.limited(kept) for one, (kept, _) in zip(accepted, cuts, strict=True)]
-    for result, (_, stopped) in zip(results, cuts, strict=True):
+    for row, (result, (_, stopped)) in enumerate(zip(results, cuts, strict=True)):
         result.stopped = stopped
+        if rules[row].per_token:
+            results[row] = _cut_token_by_token(accepted[row], texts[row], rules[row], earlier_scores(row))
     results[0].host_syncs += any(rule.strings for rule in rules)
     return results
+
+
+def _cut_token_by_token(
+    whole: Accepted, input_ids: torch.Tensor, stop: StopRule, earlier_scores: tuple[torch.Tensor, ...] | None
+) -> Accepted:
+    """The accepted tokens up to the token after which a criterion is met."""
+    tokens = torch.cat([input_ids, to_device([whole.token_ids], input_ids.device)], dim=1)
+    kept, stopped = 0, False
+    while not stopped and kept < len(whole.token_ids):
+        kept += 1
+        scores = None if earlier_scores is None else earlier_scores + tuple(whole.scores[:kept])
+        stopped = stop.met(tokens[:, : input_ids.shape[1] + kept], scores)
+    result = whole.limited(kept)
+    result.stopped, result.host_syncs = stopped, result.host_syncs + kept
+    return result
 
 
 def accepted_nodes(tree: DraftTree, taken: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -34,6 +34,7 @@ class Verification:
         logits: [B, N, V], raw target logits at the nodes.
         sequences, sampler, stop, outputs, options: Those of the call.
         meanwhile: Gives the device further work before the host waits for the choices at all nodes; `None` for none.
+        active: The B sequences; `None` for all that are active.
     """
 
     tree: DraftTree
@@ -44,30 +45,40 @@ class Verification:
     outputs: EmittedOutputs
     options: DraftingOptions
     meanwhile: Meanwhile | None = None
+    active: list[int] | None = None
 
     @property
-    def token_by_token(self) -> bool:
-        """Whether tokens must be chosen one after the other.
+    def verified(self) -> list[int]:
+        """The B sequences."""
+        return self.sequences.active if self.active is None else self.active
 
-        Processors that look at the text need this, criteria other than lengths, end-of-sequence tokens and stop
-        strings, and draws in plain `generate`'s order.
-        """
+    def rows_in_order(self) -> list[int]:
+        """The rows whose tokens must be chosen one after the other: processors that look at the text need this, and
+        so do draws in plain `generate`'s order."""
         seeded = len(self.sequences.lengths) == 1 and self.sampler.do_sample and self.options.exact_seed
-        in_order = seeded and self.tree.sampled is None
-        return self.stop.per_token or not self.sampler.row_wise or in_order
+        if seeded and self.tree.sampled is None:
+            return [0]
+        if self.sampler.row_wise:
+            return []
+        return [row for row, one in enumerate(self.verified) if not self.sampler.for_sequence(one).row_wise]
+
+    def of_rows(self, rows: list[int]) -> Verification:
+        """The part of some sequences, which are verified apart from the others."""
+        active = [self.verified[row] for row in rows]
+        tree, sampler = self.tree.of_sequences(rows), self.sampler.of_sequences(active)
+        return replace(self, tree=tree, logits=self.logits[rows], sampler=sampler, active=active, meanwhile=None)
 
     def at_once(self, verify: Callable[..., list[Accepted]]) -> list[Accepted]:
         """Verifies all sequences at once, with a function such as [`verify_all_nodes`]."""
-        active, keep_scores = self.sequences.active, self.outputs.scores is not None
-        accepted = verify(self.tree, self.logits, self.sampler, keep_scores)
-        return cut_where_it_stops(
-            accepted, list(map(self.sequences.tokens_of, active)), list(map(self.stop.for_sequence, active))
-        )
+        accepted = verify(self.tree, self.logits, self.sampler, self.outputs.scores is not None)
+        texts = [self.sequences.tokens_of(sequence) for sequence in self.verified]
+        rules = [self.stop.for_sequence(sequence) for sequence in self.verified]
+        return cut_where_it_stops(accepted, texts, rules, lambda row: self.outputs.earlier_scores(self.verified[row]))
 
     def one_by_one(self, verify: Callable[..., list[Accepted]], *parameters: float) -> list[Accepted]:
         """Verifies one sequence after the other, with a function such as [`verify_token_by_token`]."""
         results = []
-        for index, sequence in enumerate(self.sequences.active):
+        for index, sequence in enumerate(self.verified):
             results += verify(
                 self.tree.of_sequence(index),
                 self.sequences.tokens_of(sequence),
@@ -97,13 +108,27 @@ class Rule:
 
 def accept_losslessly(verification: Verification) -> list[Accepted]:
     """Applies the exact rule for the way in which the tree's children were chosen."""
-    drawn = verification.tree.sampled is not None
-    if verification.token_by_token:
-        return verification.one_by_one(verify_sampled_token_by_token if drawn else verify_token_by_token)
-    if drawn:
+    in_order, batch = verification.rows_in_order(), len(verification.verified)
+    if not in_order:
+        return _accept_at_once(verification)
+    if len(in_order) == batch:
+        return _accept_in_order(verification)
+    others = [row for row in range(batch) if row not in in_order]
+    accepted = dict(zip(others, _accept_at_once(verification.of_rows(others)), strict=True))
+    accepted |= zip(in_order, _accept_in_order(verification.of_rows(in_order)), strict=True)
+    return [accepted[row] for row in range(batch)]
+
+
+def _accept_at_once(verification: Verification) -> list[Accepted]:
+    if verification.tree.sampled is not None:
         return verification.at_once(verify_sampled_at_once)
     given = verification.meanwhile
     return verification.at_once(verify_all_nodes if given is None else partial(verify_all_nodes, meanwhile=given))
+
+
+def _accept_in_order(verification: Verification) -> list[Accepted]:
+    drawn = verification.tree.sampled is not None
+    return verification.one_by_one(verify_sampled_token_by_token if drawn else verify_token_by_token)
 
 
 def accept_typically(verification: Verification) -> list[Accepted]:

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from ...cache.slots import to_device
 from ...tree.draft_tree import DraftTree
 from ..sampling import TokenSampler, favourite
 from ..stopping import StopRule
-from .accepted import Accepted, accepted_nodes, accepted_paths, cut_where_it_stops, stops_after
+from .accepted import Accepted, accepted_nodes, accepted_paths, cut_where_it_stops
 
 # Added inside the logarithm of the entropy, as in the authors' code, because it matters near the threshold.
 ENTROPY_EPSILON = 1e-5
@@ -65,7 +64,7 @@ def verify_typical(
         input_ids: int64 [B, T], committed tokens.
         logits: [B, N, V], raw target logits at the nodes.
         sampler: Its processors must be path-wise, because paths that are not taken are processed too.
-        stop: Any criteria. Criteria that must see every token need B = 1.
+        stop: Any criteria.
         earlier_scores: Scores of all tokens emitted before; `None` if scores are not kept.
         posterior_threshold, posterior_alpha: See [`DraftHead`].
     """
@@ -75,14 +74,10 @@ def verify_typical(
         scores = scores_on_paths(tree, input_ids, logits, sampler)
     best = best_typical_node(tree, scores.softmax(-1), posterior_threshold, posterior_alpha)
     bonus = favourite(scores[torch.arange(len(best), device=best.device), best])
-    keep = stop.per_token or earlier_scores is not None
-    results = accepted_paths(tree, best, bonus, scores if keep else None)
+    results = accepted_paths(tree, best, bonus, None if earlier_scores is None else scores)
     for result in results:
         result.host_syncs += 0 if sampler.row_wise else tree.max_depth + 1
-    if stop.per_token:
-        (result,) = results
-        return [_cut_token_by_token(result, input_ids, stop, earlier_scores)]
-    return cut_where_it_stops(results, input_ids.split(1), [stop] * len(results))
+    return cut_where_it_stops(results, input_ids.split(1), [stop] * len(results), lambda row: earlier_scores)
 
 
 def scores_on_paths(
@@ -102,21 +97,3 @@ def scores_on_paths(
         ids = torch.cat([input_ids[row], tree.token_ids[row].gather(1, path)], dim=1)
         scores[row, node] = sampler.scores_at_node(ids, logits[row, node])
     return scores
-
-
-def _cut_token_by_token(
-    whole: Accepted, input_ids: torch.Tensor, stop: StopRule, earlier_scores: tuple[torch.Tensor, ...] | None
-) -> Accepted:
-    """The accepted tokens up to the token after which a criterion is met."""
-    result = Accepted(token_ids=[], nodes=[], host_syncs=whole.host_syncs)
-    for token, node, scores in zip(whole.token_ids, whole.nodes, whole.scores, strict=True):
-        input_ids = torch.cat([input_ids, to_device([[token]], input_ids.device)], dim=1)
-        result.token_ids.append(token)
-        result.nodes.append(node)
-        result.scores.append(scores)
-        result.host_syncs += 1
-        if stops_after(input_ids, result, stop, earlier_scores):
-            result.stopped = True
-            break
-    result.cut = whole.cut or len(result.token_ids) < len(whole.token_ids)
-    return result

@@ -102,15 +102,40 @@ def test_stop_strings_of_its_own() -> None:
 def test_requests_that_end_differently_are_verified_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target, tokenizer, alone = shared_target("llama"), byte_tokenizer(), [random_prompt(7, seed=s) for s in range(4)]
     free = alone_texts(target, alone, max_new_tokens=20)
-    own = [ends_at(free[0], 6), {"stop_strings": [tokenizer.decode([free[1][5]])]}, ends_at(free[2], 3), {}]
+
+    def own() -> list[dict[str, Any]]:
+        strings = {"stop_strings": [tokenizer.decode([free[1][5]])]}
+        return [ends_at(free[0], 6), strings, {**strings, **OPTIONS["own_criterion"]([])}, {}]
+
     wanted = [alone_texts(target, [ids], **{"max_new_tokens": 20, "tokenizer": tokenizer, **one})[0]
-              for ids, one in zip(alone, own, strict=True)]  # fmt: skip
+              for ids, one in zip(alone, own(), strict=True)]  # fmt: skip
     assert len({*map(len, wanted)}) > 2
     monkeypatch.setattr(rules, "verify_token_by_token", None)
-    requests = [{"input_ids": ids, **one} for ids, one in zip(alone, own, strict=True)]
+    requests = [{"input_ids": ids, **one} for ids, one in zip(alone, own(), strict=True)]
     heads = random_heads(target, "eagle")
     found = list(generate_stream(target, heads, requests, 4, tokenizer=tokenizer, max_new_tokens=20, do_sample=False))
     assert texts_of(found) == wanted
+
+
+def test_only_requests_whose_processors_look_at_the_text_are_verified_token_by_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, alone, walked = shared_target("llama"), [random_prompt(9, seed=seed) for seed in range(4)], []
+    verify = rules.verify_token_by_token
+
+    def counted(tree: Any, input_ids: torch.Tensor, *rest: Any) -> Any:
+        walked.append(input_ids[0, : alone[2].shape[1]].tolist())
+        return verify(tree, input_ids, *rest)
+
+    monkeypatch.setattr(rules, "verify_token_by_token", counted)
+    options = {"max_new_tokens": 12}
+    wanted = alone_texts(target, alone, **options)
+    wanted[2] = alone_texts(target, alone[2:3], **options, repetition_penalty=1.8)[0]
+    requests = [{"input_ids": ids} for ids in alone]
+    requests[2]["repetition_penalty"] = 1.8
+    found = list(generate_stream(target, random_heads(target, "eagle"), requests, 4, do_sample=False, **options))
+    assert texts_of(found) == wanted
+    assert walked and all(begin == alone[2][0].tolist() for begin in walked)
 
 
 # ---------------------------------------------------------------------- sampling

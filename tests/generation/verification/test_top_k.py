@@ -93,7 +93,7 @@ def test_stopping_cuts_both_walks_at_the_same_token(seed, room, eos):
     nodes, tokens = naive_walk(tree, 0, choices[0].tolist())
     last = min([room, len(tokens)] + [i + 1 for i, token in enumerate(tokens) if token == eos])
     whole = verify_all_nodes(tree, logits_for(choices), GREEDY, keep_scores=True)
-    (at_once,) = cut_where_it_stops(whole, [prefix], [rule])
+    (at_once,) = cut_where_it_stops(whole, [prefix], [rule], lambda row: ())
     (walked,) = verify_token_by_token(tree, prefix, logits_for(choices), GREEDY, rule, ())
     for accepted in (at_once, walked):
         assert accepted.token_ids == tokens[:last]
