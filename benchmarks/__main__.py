@@ -32,6 +32,7 @@ from .speed import (
     context,
     copies,
     draws,
+    endings,
     few_rows,
     first_call,
     hybrid,
@@ -53,8 +54,8 @@ from .trees import default, kinds, replay, tune
 # `texts_agree(result)`, which decides the exit status (default: [`results.texts_agree`]).
 MODULES = (
     speedup, batch, copies, mixed_lengths, stream, compiled, first_call, context, cache, hybrid, round_, unrecorded,
-    few_rows, draws, quantised, vocabulary, kinds, tune, default, replay, acceptance, curves, step, memory, switches,
-    families, doctor, diff, commands, answers,
+    few_rows, draws, endings, quantised, vocabulary, kinds, tune, default, replay, acceptance, curves, step, memory,
+    switches, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 

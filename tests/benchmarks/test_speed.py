@@ -10,12 +10,24 @@ import pytest
 import torch
 from support.graphs import ReplayedGraphs
 from support.targets import own_target, plain, prompt
+from support.tokenizers import byte_tokenizer
 from transformers import DynamicCache, LogitsProcessorList, TopKLogitsWarper
 
 from benchmarks import setup, sides
 from benchmarks.__main__ import MEASUREMENTS
 from benchmarks.results import same_text
-from benchmarks.speed import both_ways, cache, compiled, draws, few_rows, first_call, quantised, speedup, vocabulary
+from benchmarks.speed import (
+    both_ways,
+    cache,
+    compiled,
+    draws,
+    endings,
+    few_rows,
+    first_call,
+    quantised,
+    speedup,
+    vocabulary,
+)
 from hf_specheads import load_heads
 from hf_specheads.generation.ahead import DraftAhead
 from hf_specheads.generation.kernels.few_rows import FewRows
@@ -87,6 +99,18 @@ def test_copies(measure_pair):
     ]
     for count, found in counts.items():
         assert all(side["new_tokens"] == int(count) * 2 * 10 for side in found.values())
+
+
+def test_endings(measure_pair, monkeypatch):
+    load = endings.load_target  # stop strings need a tokenizer that can spell
+    monkeypatch.setattr(endings, "load_target", lambda args: (load(args)[0], byte_tokenizer()))
+    sizes = measure_pair("endings", ["poss"], "--batch_sizes", "1", "2", "--repeats", "1")["sizes"]
+    assert list(sizes) == ["1", "2"]
+    for found in sizes.values():
+        assert len(found) == 4
+        assert all(
+            side["identical"] and side["new_tokens"] == 20 for sides in found.values() for side in sides.values()
+        )
 
 
 def test_streams(measure_pair):

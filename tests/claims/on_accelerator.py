@@ -21,6 +21,7 @@ from support.families import tiny_target
 from support.heads import random_heads
 from support.stubs import CountForwards
 from support.targets import own_target, plain, prompt, shared_target
+from support.tokenizers import byte_tokenizer
 from support.trees import TREES
 from transformers import CompileConfig
 
@@ -94,6 +95,27 @@ def test_streams(devices, method, folders, target):
     _, alone = batch_of((9, 4, 14, 6))
     expected = [plain(target, ids.to(target.device), NEW)[0, ids.shape[1] :].tolist() for ids in alone]
     found = generate_stream(target, load_heads(folders[method]), alone, 2, max_new_tokens=NEW, do_sample=False)
+    assert [one.token_ids for one in sorted(found, key=lambda one: one.index)] == expected
+
+
+@pytest.mark.placement
+@pytest.mark.parametrize("devices", [(0,), (0, "cpu")], ids=["one device", "accelerator and CPU"])
+def test_requests_with_options_of_their_own(devices, folders, target):
+    if len(devices) > 1:
+        target = spread([DEVICE, torch.device("cpu")])
+    _, alone = batch_of((9, 4, 14, 6, 5))
+    common = {"max_new_tokens": NEW, "do_sample": False}
+    free = [plain(target, ids.to(target.device), NEW)[0, ids.shape[1] :].tolist() for ids in alone]
+    strings = {"stop_strings": [byte_tokenizer().decode([free[1][5]])]}
+    own = [{"repetition_penalty": 1.6}, strings, {"eos_token_id": free[2][7]}, {"suppress_tokens": free[3][:3]}, {}]
+    expected = []
+    for ids, options in zip(alone, own, strict=True):
+        inputs = on(target.device, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        tokens = target.generate(**inputs, **common, **options, tokenizer=byte_tokenizer())
+        expected.append(tokens[0, ids.shape[1] :].tolist())
+    assert len({*map(len, expected)}) > 1
+    requests = [{"input_ids": ids, **options} for ids, options in zip(alone, own, strict=True)]
+    found = generate_stream(target, load_heads(folders["eagle"]), requests, 3, **common, tokenizer=byte_tokenizer())
     assert [one.token_ids for one in sorted(found, key=lambda one: one.index)] == expected
 
 

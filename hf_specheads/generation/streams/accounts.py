@@ -1,19 +1,23 @@
-"""The texts, samplers and length limits of a stream's requests. A batch has one of each, a stream one per request."""
+"""The texts, samplers, length limits and statistics of a stream's requests. A batch has one of each, a stream one per
+request."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from ...metrics import GenerationStats
 from ..sampling import TokenSampler
 from ..sequences import Sequences
 from ..stopping import StopRule
 
 WARMEST = 2.0  # highest temperature that has trees of its own
+KEPT_REQUESTS = 4096  # latest requests whose rounds the statistics of a stream keep
 MOST_TOKENS = 1 << 40  # the common limit of all requests, see `RequestTexts.lengths`
 
 
@@ -206,3 +210,36 @@ class RequestStop(StopRule):
 
     def for_sequence(self, sequence: int) -> StopRule:
         return self.own[sequence]
+
+
+@dataclass
+class StreamStats(GenerationStats):
+    """Statistics of a stream, which may have no end.
+
+    `num_accepted` and `offered` have a row for each of the latest [`KEPT_REQUESTS`] requests that drafted, in the
+    order in which they first did. All other numbers are totals of the stream.
+    """
+
+    def __post_init__(self) -> None:
+        self._rows: dict[int, tuple[list[int], list[int]]] = {}
+        self._rounds = 0
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds of the request with the most rounds."""
+        return self._rounds
+
+    def record_round(self, row: int, num_accepted: int, offered: int) -> None:
+        """Records one verified round of the request with this number."""
+        if row not in self._rows:
+            self._rows[row] = [], []
+            for kept, new in zip((self.num_accepted, self.offered), self._rows[row], strict=True):
+                kept.append(new)
+                del kept[:-KEPT_REQUESTS]
+        for numbers, number in zip(self._rows[row], (num_accepted, offered), strict=True):
+            numbers.append(number)
+        self._rounds = max(self._rounds, len(self._rows[row][0]))
+
+    def finish(self, request: int) -> list[int]:
+        """Returns the accepted draft tokens of each round of a request that has ended; empty if none drafted."""
+        return self._rows.pop(request, ([], []))[0]

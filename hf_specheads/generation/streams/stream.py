@@ -37,7 +37,7 @@ from ..refusals import (
 )
 from ..sequences import Sequences, pad_token_of
 from ..verification.accepted import Accepted
-from .accounts import RequestSampler, RequestStop, RequestTexts
+from .accounts import RequestSampler, RequestStop, RequestTexts, StreamStats
 from .requests import CallOptions, Request, refuse_in_streams, refuse_to_join
 
 _END = object()
@@ -80,8 +80,8 @@ def generate_stream(
     request is waiting, the iterator returns `None` and is asked again after the next round. Texts are yielded as they
     end. Greedy text equals that of `target.generate` for the request alone (up to ties, as in every batch). Sampled
     text has the same distribution whatever else is in the batch, but a seed does not reproduce it. If no draft tree
-    was assigned, every round chooses one for its number of sequences. `heads.last_stats` has the statistics of all
-    rounds.
+    was assigned, every round chooses one for its number of sequences. `heads.last_stats` has the statistics of the
+    stream ([`StreamStats`]).
 
     Args:
         target: The target.
@@ -239,6 +239,7 @@ class StreamLoop(RoundLoop):
         prepared = (logits_processor, stopping_criteria, generation_config)
         super().__init__(target, head, replace(options, adaptive=False), *prepared, self.texts, {})
         self.options, self.batch = options, batch
+        self.stats = self.candidates.stats = self.own_stats = StreamStats(**vars(self.stats))
         self.sampler, self.stop, self.candidates.max_length = self.own_sampler, self.own_stop, self.own_stop.max_length
         self.adaptive = options.adaptive and not (options.trace or self.stats.lossy)
         self.paced: tuple[int, GenerationConfig | None] = (0, None)  # what `pace` was made for
@@ -331,8 +332,7 @@ class StreamLoop(RoundLoop):
         ended = [request for request, result in accepted.items() if result.stopped]
         self.texts.end(ended)
         for request in ended:
-            known = self.stats.num_accepted[request : request + 1]  # empty if all steps of the request were plain
-            self.finished.append(FinishedText(request, self.texts.finish(request), known[0] if known else []))
+            self.finished.append(FinishedText(request, self.texts.finish(request), self.own_stats.finish(request)))
             self.own_stop.take(request)
             self.own_sampler.take(request)
         self.stats.new_tokens = self.texts.mean_new_tokens

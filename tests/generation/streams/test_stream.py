@@ -21,7 +21,7 @@ from support.trees import TREES
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_specheads import DraftTreeConfig, UnsupportedGenerationError, WrongTargetError, generate_stream
-from hf_specheads.generation.streams import stream
+from hf_specheads.generation.streams import accounts, stream
 
 LENGTHS = (7, 19, 2, 12, 5, 19, 9)
 BUDGETS = (14, 5, 22, 1, 9, 17, 11)
@@ -120,6 +120,21 @@ def test_ends_at_its_own_last_token() -> None:
     heads = random_heads(target, "eagle")
     found = list(generate_stream(target, heads, requests_of(alone), 3, do_sample=False, eos_token_id=eos))
     assert texts_of(found) == wanted
+
+
+def test_statistics_of_the_latest_requests_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accounts, "KEPT_REQUESTS", 3)
+    target, alone = shared_target("llama"), prompts((7, 12, 5, 9, 6))
+    heads = random_heads(target, "eagle")
+    limits = [9, 3, 4, 3, 5]
+    requests = [{"input_ids": ids, "max_new_tokens": limit} for ids, limit in zip(alone, limits, strict=True)]
+    found = list(generate_stream(target, heads, requests, 2, do_sample=False))
+    for text in found:  # its first token is the prompt's
+        assert len(text.token_ids) == 1 + sum(text.num_accepted) + len(text.num_accepted)
+    stats, in_order = heads.last_stats, sorted(found, key=lambda text: text.index)
+    assert stats.num_accepted == [text.num_accepted for text in in_order[-3:]]
+    assert [*map(len, stats.offered)] == [*map(len, stats.num_accepted)]
+    assert stats.rounds == max(len(text.num_accepted) for text in found) == len(in_order[0].num_accepted)
 
 
 def test_stop_strings() -> None:
