@@ -251,10 +251,11 @@ class RoundLoop:
         lengths = [self.sequences.lengths[sequence] for sequence in self.sequences.active]
         sampler = self.sampler.at_lengths(min(lengths), max(lengths) + tree.max_depth)
         call = (self.sequences, sampler, self.stop, self.outputs, self.options, meanwhile)
-        accepted = self.rule.accept(Verification(tree, logits.to(tree.token_ids.device), *call))
+        verification = Verification(tree, logits.to(tree.token_ids.device), *call)
         if isinstance(self._target_cache, RecurrentCache):
-            limits = map(self._target_cache.most_accepted, range(len(accepted)))
-            accepted = [result.limited(most) for result, most in zip(accepted, limits, strict=True)]
+            limits = [self._target_cache.most_accepted(row) for row in range(len(lengths))]
+            verification = replace(verification, limits=limits)
+        accepted = self.rule.accept(verification)
         self.stats.host_syncs += sum(result.host_syncs for result in accepted)
         return dict(zip(self.sequences.active, accepted, strict=True))
 

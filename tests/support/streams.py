@@ -1,10 +1,11 @@
-"""Streams of requests: heads that know all texts of a stream, and the resulting texts."""
+"""Streams of requests: heads that know all texts, processors and criteria with a state, and the resulting texts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from transformers import LogitsProcessor, StoppingCriteria
 
 from support.stubs import StubCache, StubHead
 
@@ -35,3 +36,26 @@ def texts_of(found: list[Any]) -> list[list[int]]:
     """Returns the texts in the order of the requests, and checks that each request occurs once."""
     assert sorted(one.index for one in found) == list(range(len(found)))
     return [one.token_ids for one in sorted(found, key=lambda one: one.index)]
+
+
+class NoTokenTwice(LogitsProcessor):
+    """Forbids the tokens that it has seen last in a text, which it remembers from call to call."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.seen.append(int(input_ids[0, -1]))
+        scores[:, self.seen] = -torch.inf
+        return scores
+
+
+class EndsAfter(StoppingCriteria):
+    """Ends a text after a number of calls."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.left -= 1
+        return torch.full((len(input_ids),), self.left <= 0)

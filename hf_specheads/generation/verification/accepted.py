@@ -203,6 +203,7 @@ def walk(
     stop: StopRule,
     earlier_scores: tuple[torch.Tensor, ...] | None,
     waits: int = 1,
+    most: int | None = None,
 ) -> Accepted:
     """Walks down from the root, with one step and one stopping check per emitted token.
 
@@ -210,12 +211,12 @@ def walk(
         input_ids: int64 [1, T], the committed tokens.
         step: Takes a node and the tokens up to it. Returns the token chosen there, its processed scores [1, V] (`None`
             if nobody asks for them), and the child that has this token (`None` if there is none).
-        stop, earlier_scores: As in [`verify_token_by_token`].
+        stop, earlier_scores, most: As in [`verify_token_by_token`].
         waits: Number of times the host waits in a step.
     """
     result = Accepted(token_ids=[], nodes=[], host_syncs=0)
     node: int | None = 0
-    while node is not None and not result.stopped:
+    while node is not None and not result.stopped and len(result.token_ids) != most:
         result.nodes.append(node)
         token, scores, node = step(node, input_ids)
         refuse_no_distribution(token)
@@ -224,7 +225,7 @@ def walk(
         result.scores += [] if scores is None else [scores]
         result.host_syncs += waits + stop.looks_at_text
         result.stopped = stops_after(input_ids, result, stop, earlier_scores)
-    result.cut = result.stopped and node is not None
+    result.cut = node is not None
     return result
 
 

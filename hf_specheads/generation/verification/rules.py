@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,6 +35,8 @@ class Verification:
         sequences, sampler, stop, outputs, options: Those of the call.
         meanwhile: Gives the device further work before the host waits for the choices at all nodes; `None` for none.
         active: The B sequences; `None` for all that are active.
+        limits: Most tokens that each sequence may gain; `None` for no limit. Processors and criteria are not asked
+            about later ones, which the next rounds draft again.
     """
 
     tree: DraftTree
@@ -46,6 +48,7 @@ class Verification:
     options: DraftingOptions
     meanwhile: Meanwhile | None = None
     active: list[int] | None = None
+    limits: Sequence[int | None] | None = None
 
     @property
     def verified(self) -> list[int]:
@@ -66,11 +69,14 @@ class Verification:
         """The part of some sequences, which are verified apart from the others."""
         active = [self.verified[row] for row in rows]
         tree, sampler = self.tree.of_sequences(rows), self.sampler.of_sequences(active)
-        return replace(self, tree=tree, logits=self.logits[rows], sampler=sampler, active=active, meanwhile=None)
+        part = replace(self, tree=tree, logits=self.logits[rows], sampler=sampler, active=active, meanwhile=None)
+        return part if self.limits is None else replace(part, limits=[self.limits[row] for row in rows])
 
     def at_once(self, verify: Callable[..., list[Accepted]]) -> list[Accepted]:
         """Verifies all sequences at once, with a function such as [`verify_all_nodes`]."""
         accepted = verify(self.tree, self.logits, self.sampler, self.outputs.scores is not None)
+        if self.limits is not None:
+            accepted = [one.limited(most) for one, most in zip(accepted, self.limits, strict=True)]
         texts = [self.sequences.tokens_of(sequence) for sequence in self.verified]
         rules = [self.stop.for_sequence(sequence) for sequence in self.verified]
         return cut_where_it_stops(accepted, texts, rules, lambda row: self.outputs.earlier_scores(self.verified[row]))
@@ -87,6 +93,7 @@ class Verification:
                 self.stop.for_sequence(sequence),
                 self.outputs.earlier_scores(sequence),
                 *parameters,
+                most=None if self.limits is None else self.limits[index],
             )
         return results
 

@@ -129,6 +129,8 @@ def verify_sampled_token_by_token(
     sampler: TokenSampler,
     stop: StopRule,
     earlier_scores: tuple[torch.Tensor, ...] | None,
+    *,
+    most: int | None = None,
 ) -> list[Accepted]:
     """Applies the same rule with one processor call and one stopping check per emitted token, each a host sync.
 
@@ -159,6 +161,6 @@ def verify_sampled_token_by_token(
         rank, token = torch.cat([accepted, sampler.race(residual)]).tolist()
         return (token, scores, None) if rank < 0 else (child_tokens[rank], scores, child_nodes[rank])
 
-    result = walk(input_ids, step, stop, earlier_scores)
+    result = walk(input_ids, step, stop, earlier_scores, most=most)
     result.host_syncs += 1
     return [result]

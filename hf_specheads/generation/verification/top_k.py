@@ -44,6 +44,8 @@ def verify_token_by_token(
     sampler: TokenSampler,
     stop: StopRule,
     earlier_scores: tuple[torch.Tensor, ...] | None,
+    *,
+    most: int | None = None,
 ) -> list[Accepted]:
     """Walks from the root with one processor call, one draw and one stopping check per emitted token.
 
@@ -58,6 +60,7 @@ def verify_token_by_token(
         sampler: Any processors.
         stop: Any criteria.
         earlier_scores: Scores of all tokens emitted before, for criteria that read them; `None` if not kept.
+        most: Most tokens to emit; `None` without a limit. Processors and criteria are not asked about later ones.
 
     Raises:
         ValueError: if there is more than one sequence.
@@ -78,6 +81,6 @@ def verify_token_by_token(
         token = int(chosen)
         return token, scores, children.get((node, token))
 
-    result = walk(input_ids, step, stop, earlier_scores, 1 + sampler.waits_at_node)
+    result = walk(input_ids, step, stop, earlier_scores, 1 + sampler.waits_at_node, most)
     result.host_syncs += 1 if children else 0
     return [result]

@@ -56,6 +56,8 @@ def verify_typical(
     earlier_scores: tuple[torch.Tensor, ...] | None,
     posterior_threshold: float,
     posterior_alpha: float,
+    *,
+    most: int | None = None,
 ) -> list[Accepted]:
     """Verifies a whole tree by typical acceptance. One host sync, and one per level for processors that read the text.
 
@@ -67,6 +69,7 @@ def verify_typical(
         stop: Any criteria.
         earlier_scores: Scores of all tokens emitted before; `None` if scores are not kept.
         posterior_threshold, posterior_alpha: See [`DraftHead`].
+        most: Most tokens of a sequence to emit; `None` without a limit.
     """
     if sampler.row_wise:
         scores = sampler.scores_at_all_nodes(logits)
@@ -77,6 +80,7 @@ def verify_typical(
     results = accepted_paths(tree, best, bonus, None if earlier_scores is None else scores)
     for result in results:
         result.host_syncs += 0 if sampler.row_wise else tree.max_depth + 1
+    results = [result.limited(most) for result in results]
     return cut_where_it_stops(results, input_ids.split(1), [stop] * len(results), lambda row: earlier_scores)
 
 

@@ -10,39 +10,16 @@ import torch
 from support.batches import alone_texts
 from support.distributions import PROMPT, chi_square, critical_value, five_token_target, target_distribution
 from support.heads import random_heads
-from support.streams import texts_of
+from support.streams import EndsAfter, NoTokenTwice, texts_of
 from support.stubs import CountForwards
 from support.targets import VOCAB, shared_target
 from support.targets import prompt as random_prompt
 from support.tokenizers import byte_tokenizer
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_specheads import DraftTreeConfig, UnsupportedGenerationError, generate_stream
 from hf_specheads.generation.pace.pace import Pace
 from hf_specheads.generation.verification import rules
-
-
-class NoTokenTwice(LogitsProcessor):
-    """Forbids the tokens that it has seen last in a text, which it remembers from call to call."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.seen.append(int(input_ids[0, -1]))
-        scores[:, self.seen] = -torch.inf
-        return scores
-
-
-class EndsAfter(StoppingCriteria):
-    """Ends a text after a number of calls."""
-
-    def __init__(self, calls: int) -> None:
-        self.left = calls
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.left -= 1
-        return torch.full((len(input_ids),), self.left <= 0)
 
 
 def ends_at(text: list[int], place: int) -> dict[str, Any]:
