@@ -68,12 +68,12 @@ class Script:
     def wrapped(self, verify: Any) -> Any:
         at_once = verify.__name__ == "verify_all_nodes"
 
-        def verify_scripted(tree, *args):
+        def verify_scripted(tree, *args, **options):
             self.depths, self.probabilities = tree.depths[0].tolist(), []
             if self.spoil is not None:
                 place = 0 if at_once else 1  # of the logits
                 args = [*args[:place], self.spoil(tree, args[place]), *args[place + 1 :]]
-            (accepted,) = verify(tree, *args)
+            (accepted,) = verify(tree, *args, **options)
             left = len(self.wanted) - self.emitted
             for step, (node, token) in enumerate(zip(accepted.nodes[:left], accepted.token_ids[:left], strict=True)):
                 row = self.probabilities[0][node] if at_once else self.probabilities[step][0]

@@ -151,8 +151,12 @@ def cases(rules: Iterable[str]) -> list[Any]:
 def test_constraints_hold(processors, rule, monkeypatch):
     heads, used = heads_of(rule), set()
     for name in (*VERIFY, "verify_typical"):
-        original = getattr(rules, name)
-        monkeypatch.setattr(rules, name, lambda *args, name=name, original=original: used.add(name) or original(*args))
+
+        def noted(*args, name=name, verify=getattr(rules, name), **options):
+            used.add(name)
+            return verify(*args, **options)
+
+        monkeypatch.setattr(rules, name, noted)
     if rule == "typical" and processors in OF_THE_USER:
         with pytest.raises(UnsupportedGenerationError, match="typical acceptance asks the logits processors"):
             generate(heads, processors, do_sample=True)

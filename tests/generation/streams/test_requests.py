@@ -100,9 +100,9 @@ def test_only_requests_whose_processors_look_at_the_text_are_verified_token_by_t
     target, alone, walked = shared_target("llama"), [random_prompt(9, seed=seed) for seed in range(4)], []
     verify = rules.verify_token_by_token
 
-    def counted(tree: Any, input_ids: torch.Tensor, *rest: Any) -> Any:
+    def counted(tree: Any, input_ids: torch.Tensor, *rest: Any, **options: Any) -> Any:
         walked.append(input_ids[0, : alone[2].shape[1]].tolist())
-        return verify(tree, input_ids, *rest)
+        return verify(tree, input_ids, *rest, **options)
 
     monkeypatch.setattr(rules, "verify_token_by_token", counted)
     options = {"max_new_tokens": 12}
