@@ -151,8 +151,9 @@ def cases(rules: Iterable[str]) -> list[Any]:
 def test_constraints_hold(processors, rule, monkeypatch):
     heads, used = heads_of(rule), set()
     for name in (*VERIFY, "verify_typical"):
+        verify = getattr(rules, name)
 
-        def noted(*args, name=name, verify=getattr(rules, name), **options):
+        def noted(*args, name=name, verify=verify, **options):
             used.add(name)
             return verify(*args, **options)
 
