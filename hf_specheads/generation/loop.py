@@ -248,16 +248,19 @@ class RoundLoop:
 
     def accept(self, tree: DraftTree, logits: torch.Tensor, meanwhile: Meanwhile | None = None) -> dict[int, Accepted]:
         """The accepted path and the bonus token of every active sequence, by the rule in force."""
-        lengths = [self.sequences.lengths[sequence] for sequence in self.sequences.active]
+        active, cache = self.sequences.active, self._target_cache
+        lengths = [self.sequences.lengths[sequence] for sequence in active]
         sampler = self.sampler.at_lengths(min(lengths), max(lengths) + tree.max_depth)
-        call = (self.sequences, sampler, self.stop, self.outputs, self.options, meanwhile)
-        verification = Verification(tree, logits.to(tree.token_ids.device), *call)
-        if isinstance(self._target_cache, RecurrentCache):
-            limits = [self._target_cache.most_accepted(row) for row in range(len(lengths))]
-            verification = replace(verification, limits=limits)
-        accepted = self.rule.accept(verification)
+        limits = [
+            cache.most_accepted(row) if isinstance(cache, RecurrentCache) else None for row in range(len(active))
+        ]
+        logits, call = (
+            logits.to(tree.token_ids.device),
+            (self.sequences, sampler, self.stop, self.outputs, self.options),
+        )
+        accepted = self.rule.accept(Verification(tree, logits, active, limits, *call, meanwhile))
         self.stats.host_syncs += sum(result.host_syncs for result in accepted)
-        return dict(zip(self.sequences.active, accepted, strict=True))
+        return dict(zip(active, accepted, strict=True))
 
     def commit(self, tree: DraftTree, outputs: ModelOutput, accepted: dict[int, Accepted]) -> NewRows:
         """Keeps the cache rows and features of the accepted paths only. Returns the rows to take in next."""

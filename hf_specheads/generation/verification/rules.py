@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,30 +30,25 @@ class Verification:
     """What a rule may look at: a verified tree and the call to which it belongs.
 
     Attributes:
-        tree: Draft tree of the B active sequences and N nodes.
+        tree: Draft tree of B sequences and N nodes.
         logits: [B, N, V], raw target logits at the nodes.
+        active: The B sequences.
+        limits: Most tokens that each of them may gain; `None` for no limit. Processors and criteria are not asked
+            about later ones, which the next rounds draft again.
         sequences, sampler, stop, outputs, options: Those of the call.
         meanwhile: Gives the device further work before the host waits for the choices at all nodes; `None` for none.
-        active: The B sequences; `None` for all that are active.
-        limits: Most tokens that each sequence may gain; `None` for no limit. Processors and criteria are not asked
-            about later ones, which the next rounds draft again.
     """
 
     tree: DraftTree
     logits: torch.Tensor
+    active: list[int]
+    limits: list[int | None]
     sequences: Sequences
     sampler: TokenSampler
     stop: StopRule
     outputs: EmittedOutputs
     options: DraftingOptions
     meanwhile: Meanwhile | None = None
-    active: list[int] | None = None
-    limits: Sequence[int | None] | None = None
-
-    @property
-    def verified(self) -> list[int]:
-        """The B sequences."""
-        return self.sequences.active if self.active is None else self.active
 
     def rows_in_order(self) -> list[int]:
         """The rows whose tokens must be chosen one after the other: processors that look at the text need this, and
@@ -63,28 +58,27 @@ class Verification:
             return [0]
         if self.sampler.row_wise:
             return []
-        return [row for row, one in enumerate(self.verified) if not self.sampler.for_sequence(one).row_wise]
+        return [row for row, one in enumerate(self.active) if not self.sampler.for_sequence(one).row_wise]
 
     def of_rows(self, rows: list[int]) -> Verification:
         """The part of some sequences, which are verified apart from the others."""
-        active = [self.verified[row] for row in rows]
-        tree, sampler = self.tree.of_sequences(rows), self.sampler.of_sequences(active)
-        part = replace(self, tree=tree, logits=self.logits[rows], sampler=sampler, active=active, meanwhile=None)
-        return part if self.limits is None else replace(part, limits=[self.limits[row] for row in rows])
+        tree, logits = self.tree.of_sequences(rows), self.logits[rows]
+        active, limits = [self.active[row] for row in rows], [self.limits[row] for row in rows]
+        sampler = self.sampler.of_sequences(active)
+        return replace(self, tree=tree, logits=logits, active=active, limits=limits, sampler=sampler, meanwhile=None)
 
     def at_once(self, verify: Callable[..., list[Accepted]]) -> list[Accepted]:
         """Verifies all sequences at once, with a function such as [`verify_all_nodes`]."""
         accepted = verify(self.tree, self.logits, self.sampler, self.outputs.scores is not None)
-        if self.limits is not None:
-            accepted = [one.limited(most) for one, most in zip(accepted, self.limits, strict=True)]
-        texts = [self.sequences.tokens_of(sequence) for sequence in self.verified]
-        rules = [self.stop.for_sequence(sequence) for sequence in self.verified]
-        return cut_where_it_stops(accepted, texts, rules, lambda row: self.outputs.earlier_scores(self.verified[row]))
+        accepted = [one.limited(most) for one, most in zip(accepted, self.limits, strict=True)]
+        texts = [self.sequences.tokens_of(sequence) for sequence in self.active]
+        rules = [self.stop.for_sequence(sequence) for sequence in self.active]
+        return cut_where_it_stops(accepted, texts, rules, lambda row: self.outputs.earlier_scores(self.active[row]))
 
     def one_by_one(self, verify: Callable[..., list[Accepted]], *parameters: float) -> list[Accepted]:
         """Verifies one sequence after the other, with a function such as [`verify_token_by_token`]."""
         results = []
-        for index, sequence in enumerate(self.verified):
+        for index, sequence in enumerate(self.active):
             results += verify(
                 self.tree.of_sequence(index),
                 self.sequences.tokens_of(sequence),
@@ -93,7 +87,7 @@ class Verification:
                 self.stop.for_sequence(sequence),
                 self.outputs.earlier_scores(sequence),
                 *parameters,
-                most=None if self.limits is None else self.limits[index],
+                most=self.limits[index],
             )
         return results
 
@@ -115,7 +109,7 @@ class Rule:
 
 def accept_losslessly(verification: Verification) -> list[Accepted]:
     """Applies the exact rule for the way in which the tree's children were chosen."""
-    in_order, batch = verification.rows_in_order(), len(verification.verified)
+    in_order, batch = verification.rows_in_order(), len(verification.active)
     if not in_order:
         return _accept_at_once(verification)
     if len(in_order) == batch:
