@@ -32,11 +32,11 @@ from .speed import (
     context,
     copies,
     draws,
-    endings,
     few_rows,
     first_call,
     hybrid,
     mixed_lengths,
+    options,
     quantised,
     speedup,
     stream,
@@ -54,7 +54,7 @@ from .trees import default, kinds, replay, tune
 # `texts_agree(result)`, which decides the exit status (default: [`results.texts_agree`]).
 MODULES = (
     speedup, batch, copies, mixed_lengths, stream, compiled, first_call, context, cache, hybrid, round_, unrecorded,
-    few_rows, draws, endings, quantised, vocabulary, kinds, tune, default, replay, acceptance, curves, step, memory,
+    few_rows, draws, options, quantised, vocabulary, kinds, tune, default, replay, acceptance, curves, step, memory,
     switches, families, doctor, diff, commands, answers,
 )  # fmt: skip
 MEASUREMENTS: dict[str, ModuleType] = {module.__name__.rpartition(".")[2]: module for module in MODULES}

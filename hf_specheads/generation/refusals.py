@@ -24,7 +24,8 @@ from ..target.recurrence import counts_padding, is_recurrent, recurrence_problem
 from ..target.structure import forward_parameters, own_mask
 from .options import DraftingOptions
 from .probe import RoundKind, refuse_by_probe
-from .sampling import TokenSampler, out_of_step
+from .processors import out_of_step
+from .sampling import TokenSampler
 from .verification.rules import RULES
 
 TREE_LAYER_TYPES = {"full_attention", "sliding_attention"}

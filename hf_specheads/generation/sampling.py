@@ -2,124 +2,29 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-)
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
+from ..tree.draft_tree import DraftTree
 from .kernels.few_rows_native import highest
-
-# Processors whose output for a row depends only on the logits of that row, so that all nodes can be processed at once.
-ROW_WISE_PROCESSORS = frozenset(
-    {
-        "TemperatureLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "MinPLogitsWarper",
-        "TypicalLogitsWarper",
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "LogitNormalization",
-        "InfNanRemoveLogitsProcessor",
-        "SuppressTokensLogitsProcessor",
-    }
+from .processors import (
+    LENGTH_WISE,
+    ORDERLESS_PROCESSORS,
+    PATH_WISE_PROCESSORS,
+    ROW_WISE_PROCESSORS,
+    AtNodes,
+    for_lengths,
+    is_among,
+    is_set_wise,
+    processors_of,
+    rules_out,
+    texts_at_nodes,
 )
 
-# Row-wise processors whose output for a token depends only on its own score and on the scores that are not -inf, in
-# any order. Given only the tokens with a finite score, they return what they return for these tokens among all.
-ORDERLESS_PROCESSORS = ROW_WISE_PROCESSORS - {"InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor"}
 SPARE = 2  # scores taken per token that top-k keeps, so that ties can be seen
-
-# Processors without state, whose output for a row depends only on the tokens and logits of that row. They may be asked
-# about text that is never written.
-PATH_WISE_PROCESSORS = ROW_WISE_PROCESSORS | {
-    "RepetitionPenaltyLogitsProcessor",
-    "NoRepeatNGramLogitsProcessor",
-    "SequenceBiasLogitsProcessor",
-    "NoBadWordsLogitsProcessor",
-    "MinLengthLogitsProcessor",
-    "MinNewTokensLengthLogitsProcessor",
-    "SuppressTokensAtBeginLogitsProcessor",
-    "ForcedBOSTokenLogitsProcessor",
-    "ForcedEOSTokenLogitsProcessor",
-    "ExponentialDecayLengthPenalty",
-    "TopHLogitsWarper",
-}
-
-
-# Processors that may be asked about the sequences of a batch one after the other, out of step.
-BATCH_PROCESSORS = PATH_WISE_PROCESSORS | {"PrefixConstrainedLogitsProcessor", "WatermarkLogitsProcessor"}
-
-
-# Processors that forbid the end of a text as long as it is shorter than a number of tokens, with that number.
-LENGTH_WISE_PROCESSORS: dict[str, Callable[[Any], int]] = {
-    "MinLengthLogitsProcessor": lambda processor: processor.min_length,
-    "MinNewTokensLengthLogitsProcessor": lambda processor: processor.prompt_length_to_skip + processor.min_new_tokens,
-}
-LENGTH_WISE = frozenset(LENGTH_WISE_PROCESSORS)
-
-
-def out_of_step(processors: LogitsProcessorList) -> list[str]:
-    """Names of the processors that may keep a state between calls, and so need the sequences of a batch in step."""
-    ours = "transformers.generation.logits_process"
-    return [type(p).__name__ for p in processors
-            if type(p).__module__ != ours or type(p).__name__ not in BATCH_PROCESSORS]  # fmt: skip
-
-
-def _is_among(processor: Any, names: frozenset[str]) -> bool:
-    """Whether a processor is one of these classes of transformers. A user's class of the same name is not."""
-    if type(processor).__module__ != "transformers.generation.logits_process" or type(processor).__name__ not in names:
-        return False
-    # Processors with one length per sequence would apply these lengths to nodes.
-    return not isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
-
-
-def _rules_out(processor: Any) -> bool:
-    """Whether a processor filters tokens out with -inf, as those of `generate` do, so that they are never drawn."""
-    return getattr(processor, "filter_value", -torch.inf) == -torch.inf
-
-
-def _at_lengths(processor: Any, shortest: int, longest: int) -> LogitsProcessor | None:
-    """Replaces a length-wise processor by one with the same effect on all texts of these lengths, from logits alone.
-
-    Returns the processor itself if it is not length-wise or its effect differs between the lengths, and `None` if it
-    has no effect at any of them.
-    """
-    if not _is_among(processor, LENGTH_WISE):
-        return processor
-    least = LENGTH_WISE_PROCESSORS[type(processor).__name__](processor)
-    if longest < least:
-        ends = processor.eos_token_id
-        return SuppressTokensLogitsProcessor(ends.tolist(), device=ends.device)
-    return None if shortest >= least else processor
-
-
-def processors_of(processors: LogitsProcessorList, sequence: int) -> LogitsProcessorList:
-    """The processors of a batch for one of its sequences: what they hold per sequence is reduced to this sequence."""
-    return LogitsProcessorList(_processor_of(processor, sequence) for processor in processors)
-
-
-def _processor_of(processor: LogitsProcessor, sequence: int) -> LogitsProcessor:
-    if type(processor) is PrefixConstrainedLogitsProcessor:
-        allowed, prompt = processor._prefix_allowed_tokens_fn, sequence // processor._num_beams
-        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(prompt, ids), 1)
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    if not isinstance(ignored, torch.Tensor):
-        return processor
-    own = copy.copy(processor)
-    own.prompt_ignore_length = ignored[sequence : sequence + 1]
-    return own
-
 
 # `torch.multinomial` checks its probabilities twice before it draws, and the host waits for each check.
 WAITS_OF_A_DRAW = 2
@@ -181,16 +86,28 @@ class TokenSampler:
         Where all these lengths are treated alike, processors that depend on the length are replaced by ones that look
         at logits alone, so that the sampler may become row-wise.
         """
-        if not any(_is_among(processor, LENGTH_WISE) for processor in self.logits_processor):
+        if not any(is_among(processor, LENGTH_WISE) for processor in self.logits_processor):
             return self
-        at_lengths = (_at_lengths(processor, shortest, longest) for processor in self.logits_processor)
+        at_lengths = (for_lengths(processor, shortest, longest) for processor in self.logits_processor)
         processors = LogitsProcessorList(processor for processor in at_lengths if processor is not None)
         return TokenSampler(processors, self.do_sample, self.batch, self.in_order)
+
+    def at_nodes(self, tree: DraftTree, texts: Sequence[torch.Tensor]) -> TokenSampler:
+        """A sampler that makes the same choices at the nodes of trees, given all at once.
+
+        Where this makes the sampler row-wise, set-wise processors, such as the repetition penalty, are replaced by
+        ones that hold the texts of the nodes. Arguments as in [`texts_at_nodes`].
+        """
+        if self.row_wise or not all(is_among(p, ROW_WISE_PROCESSORS) or is_set_wise(p) for p in self.logits_processor):
+            return self
+        token_ids = texts_at_nodes(tree, texts)
+        processors = (AtNodes(p, token_ids) if is_set_wise(p) else p for p in self.logits_processor)
+        return TokenSampler(LogitsProcessorList(processors), self.do_sample, self.batch, self.in_order)
 
     @cached_property
     def row_wise(self) -> bool:
         """Whether every processor looks only at one row of logits, never at the tokens before it."""
-        return all(_is_among(p, ROW_WISE_PROCESSORS) for p in self.logits_processor)
+        return all(is_among(p, ROW_WISE_PROCESSORS) or type(p) is AtNodes for p in self.logits_processor)
 
     @cached_property
     def last_few(self) -> tuple[LogitsProcessorList, LogitsProcessorList, int] | None:
@@ -201,7 +118,7 @@ class TokenSampler:
         or not it sees the others. `None` if the processors cannot be split so.
         """
         processors, place = list(self.logits_processor), len(self.logits_processor)
-        while place and _is_among(processors[place - 1], ORDERLESS_PROCESSORS) and _rules_out(processors[place - 1]):
+        while place and is_among(processors[place - 1], ORDERLESS_PROCESSORS) and rules_out(processors[place - 1]):
             place -= 1
         last = next((i for i in range(place, len(processors)) if type(processors[i]) is TopKLogitsWarper), None)
         if last is None:
@@ -215,7 +132,7 @@ class TokenSampler:
     @property
     def path_wise(self) -> bool:
         """Whether no processor has a state, so that they may be asked about any path of a tree."""
-        return all(_is_among(p, PATH_WISE_PROCESSORS) for p in self.logits_processor)
+        return all(is_among(p, PATH_WISE_PROCESSORS) for p in self.logits_processor)
 
     def at_all_nodes(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Chooses tokens at all nodes of a tree at once, for row-wise processors.
@@ -341,7 +258,7 @@ class DraftSampler:
 
     def __init__(self, logits_processor: LogitsProcessorList, input_ids: torch.Tensor):
         known = PATH_WISE_PROCESSORS if input_ids.shape[1] else ROW_WISE_PROCESSORS
-        self.logits_processor = LogitsProcessorList(p for p in logits_processor if _is_among(p, known))
+        self.logits_processor = LogitsProcessorList(p for p in logits_processor if is_among(p, known))
         self.input_ids = input_ids
 
     def distribution(self, logits: torch.Tensor, paths: torch.Tensor) -> torch.Tensor:

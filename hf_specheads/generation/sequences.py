@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+NO_TOKEN = torch.iinfo(torch.int32).max  # stands where a text has no token, and is in no vocabulary
+
 
 class Sequences:
     """Token ids per sequence, and which sequences have not ended.

@@ -22,12 +22,12 @@ from transformers.generation.stopping_criteria import (
 )
 
 from ..cache.slots import to_device
+from .sequences import NO_TOKEN
 
 # Exact classes: a subclass may differ.
 OF_TOKENS = (MaxLengthCriteria, EosTokenCriteria)
 OF_A_BLOCK = (*OF_TOKENS, StopStringCriteria)
 OF_ONE_SEQUENCE = (*OF_A_BLOCK, MaxTimeCriteria)
-NO_TOKEN = torch.iinfo(torch.int32).max  # in no vocabulary
 
 
 def pads_ended(criteria: StoppingCriteriaList) -> bool:

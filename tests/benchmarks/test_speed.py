@@ -21,9 +21,9 @@ from benchmarks.speed import (
     cache,
     compiled,
     draws,
-    endings,
     few_rows,
     first_call,
+    options,
     quantised,
     speedup,
     vocabulary,
@@ -101,13 +101,13 @@ def test_copies(measure_pair):
         assert all(side["new_tokens"] == int(count) * 2 * 10 for side in found.values())
 
 
-def test_endings(measure_pair, monkeypatch):
-    load = endings.load_target  # stop strings need a tokenizer that can spell
-    monkeypatch.setattr(endings, "load_target", lambda args: (load(args)[0], byte_tokenizer()))
-    sizes = measure_pair("endings", ["poss"], "--batch_sizes", "1", "2", "--repeats", "1")["sizes"]
+def test_options(measure_pair, monkeypatch):
+    load = options.load_target  # stop strings need a tokenizer that can spell
+    monkeypatch.setattr(options, "load_target", lambda args: (load(args)[0], byte_tokenizer()))
+    sizes = measure_pair("options", ["poss"], "--batch_sizes", "1", "2", "--repeats", "1")["sizes"]
     assert list(sizes) == ["1", "2"]
     for found in sizes.values():
-        assert len(found) == 4
+        assert len(found) == 6
         assert all(
             side["identical"] and side["new_tokens"] == 20 for sides in found.values() for side in sides.values()
         )

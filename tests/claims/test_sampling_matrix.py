@@ -84,7 +84,7 @@ PROCESSORS: dict[str, tuple[dict[str, Any], Callable[[], list]]] = {
 OF_THE_USER = ("prefix_allowed_tokens_fn", "grammar")
 READ_THE_TEXT = ("repetition penalty", *OF_THE_USER)
 
-# Tree, attributes of the heads, and the expected rule for row-wise processors and for processors that read the text.
+# Tree, attributes of the heads, and the expected rule for processors of transformers and of the user.
 RULES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "top-k, token by token": ({}, {}, "verify_token_by_token", "verify_token_by_token"),
     "top-k, at once": ({}, {"exact_seed": False}, "verify_all_nodes", "verify_token_by_token"),
@@ -168,7 +168,7 @@ def test_constraints_hold(processors, rule, monkeypatch):
         assert processed(processors, tuple(text[:length]))[text[length]] > 0
     # The first token is not drafted, so it is chosen like any token without children.
     first = {"verify_typical"} if rule == "typical" else {"verify_token_by_token", "verify_all_nodes"}
-    expected = RULES[rule][3 if processors in READ_THE_TEXT else 2]
+    expected = RULES[rule][3 if processors in OF_THE_USER else 2]
     assert expected in used
     assert used <= {expected} | first
 
@@ -224,7 +224,7 @@ def one(tree: DraftTree, index: int) -> DraftTree:
 
 def next_two(rule: str, processors: str, samples: int) -> Counter:
     """Counts the next two tokens. If a round emits only one, plain generation draws the second."""
-    name = RULES[rule][3 if processors in READ_THE_TEXT else 2]
+    name = RULES[rule][3 if processors in OF_THE_USER else 2]
     tree = drafts(rule, processors, samples)
     logits = node_logits(tree)
     samplers = [TokenSampler(LogitsProcessorList(PROCESSORS[processors][1]()), True) for _ in range(samples)]
@@ -234,7 +234,7 @@ def next_two(rule: str, processors: str, samples: int) -> Counter:
             for index, sampler in enumerate(samplers)
         ]
     else:
-        accepted = VERIFY[name](tree, logits, samplers[0], False)
+        accepted = VERIFY[name](tree, logits, samplers[0].at_nodes(tree, [PROMPT] * samples), False)
     assert sum(result.num_accepted for result in accepted) > 0
     counts: Counter = Counter()
     for result in accepted:

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.heads import random_heads
-from support.targets import VOCAB, own_target, plain, prompt
+from support.targets import VOCAB, own_target, plain, prompt, shared_target
+from support.trees import path_of, random_tree
 from transformers import LogitsProcessorList
 from transformers.generation import (
     MinLengthLogitsProcessor,
@@ -18,6 +21,7 @@ from transformers.generation import (
 )
 
 from hf_specheads.generation.sampling import TokenSampler, favourite
+from hf_specheads.generation.verification import rules
 
 WARPERS = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(5), TopPLogitsWarper(0.8), MinPLogitsWarper(0.05)]
 
@@ -66,6 +70,46 @@ def test_all_nodes_at_once_equal_one_node_at_a_time(batch):
             assert token.item() == tokens[row, node].item()
             assert torch.equal(score[0], scores[row, node])
     assert torch.equal(logits, before), "processors must not write into the target's logits"
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10**6), nodes=st.integers(1, 12), lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3)
+)
+def test_penalties_at_all_nodes_equal_those_after_each_path(seed, nodes, lengths):
+    tree, vocab = random_tree(seed, nodes, 4, len(lengths), vocab=11), 11
+    draw = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(lengths), nodes, vocab, generator=draw)
+    texts = [torch.randint(0, vocab + 3, (1, length), generator=draw) for length in lengths]  # 3 are only embedded
+    processors = [RepetitionPenaltyLogitsProcessor(1.7), *WARPERS, RepetitionPenaltyLogitsProcessor(0.6)]
+    sampler = TokenSampler(LogitsProcessorList(processors), do_sample=False)
+    at_once = sampler.at_nodes(tree, texts)
+    assert at_once.row_wise and not sampler.row_wise
+    scores = at_once.scores_at_all_nodes(logits)
+    for row, text in enumerate(texts):
+        for node in range(nodes):
+            path = path_of(tree.parents[row].tolist(), node)[1:]
+            ids = torch.cat([text, tree.token_ids[row : row + 1, path]], dim=1)
+            assert torch.equal(scores[row, node], sampler.scores_at_node(ids, logits[row : row + 1, node])[0])
+
+
+@pytest.mark.parametrize(
+    "processors",
+    [[NoRepeatNGramLogitsProcessor(2)], [RepetitionPenaltyLogitsProcessor(1.2), NoRepeatNGramLogitsProcessor(2)],
+     [RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3)], WARPERS],
+    ids=["other", "mixed", "part of the text", "row-wise"],
+)  # fmt: skip
+def test_samplers_that_need_other_texts_or_none_are_themselves_at_nodes(processors):
+    sampler = TokenSampler(LogitsProcessorList(processors), do_sample=False)
+    assert sampler.at_nodes(random_tree(0, 5, 2, vocab=11), [torch.ones(1, 4).long()]) is sampler
+
+
+def test_repetition_penalties_need_no_token_by_token_verification(monkeypatch):
+    target, ids = shared_target("llama"), prompt()
+    expected = plain(target, ids, 30, repetition_penalty=1.3)
+    monkeypatch.setattr(rules, "verify_token_by_token", None)
+    heads = random_heads(target, "eagle")
+    assert torch.equal(plain(target, ids, 30, assistant_model=heads, repetition_penalty=1.3), expected)
 
 
 def test_greedy_without_processors_is_the_argmax_of_the_raw_logits():

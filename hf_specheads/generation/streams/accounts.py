@@ -4,7 +4,7 @@ request."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from ...metrics import GenerationStats
+from ...tree.draft_tree import DraftTree
 from ..sampling import TokenSampler
 from ..sequences import Sequences
 from ..stopping import StopRule
@@ -149,17 +150,26 @@ class RequestSampler(TokenSampler):
         lengths = {request: self.texts.texts[request].lengths[0] for request in self.own}
         own = {request: one.at_lengths(lengths[request], lengths[request] + drafted)
                for request, one in self.own.items()}  # fmt: skip
-        if all(one is self.own[request] for request, one in own.items()):
-            return self
+        return self if all(one is self.own[request] for request, one in own.items()) else self._with(own, alike=False)
+
+    def at_nodes(self, tree: DraftTree, texts: Sequence[torch.Tensor]) -> TokenSampler:
+        if self.alike:
+            one = next(iter(self.own.values())).at_nodes(tree, texts)
+            return self._with(dict.fromkeys(self.own, one), alike=True)
+        return self._with(
+            {request: self.own[request].at_nodes(tree.of_sequences([place]), texts[place : place + 1])
+             for place, request in enumerate(self.texts.active)}, alike=False,
+        )  # fmt: skip
+
+    def _with(self, own: dict[int, TokenSampler], alike: bool) -> RequestSampler:
+        """The same with other samplers for a round."""
         other = copy.copy(self)
-        other.own, other.alike = own, False
+        other.own, other.alike = own, alike
         other.row_wise = all(sampler.row_wise for sampler in own.values())
         return other
 
     def of_sequences(self, sequences: list[int]) -> TokenSampler:
-        other = copy.copy(self)
-        other.own = {request: self.own[request] for request in sequences}
-        return other
+        return self._with({request: self.own[request] for request in sequences}, self.alike)
 
     def tokens_at_all_nodes(self, logits: torch.Tensor) -> torch.Tensor:
         return self._at_places(TokenSampler.tokens_at_all_nodes, logits)

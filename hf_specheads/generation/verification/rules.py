@@ -50,11 +50,27 @@ class Verification:
     options: DraftingOptions
     meanwhile: Meanwhile | None = None
 
+    @property
+    def seeded(self) -> bool:
+        """Whether tokens are drawn in plain `generate`'s order."""
+        one = len(self.sequences.lengths) == 1 and self.tree.sampled is None
+        return one and self.sampler.do_sample and self.options.exact_seed
+
+    @property
+    def texts(self) -> list[torch.Tensor]:
+        """Committed tokens int64 [1, T] of each sequence."""
+        return [self.sequences.tokens_of(sequence) for sequence in self.active]
+
+    def at_nodes(self) -> Verification:
+        """The same with a sampler that chooses tokens at all nodes at once, if there is one."""
+        if self.sampler.row_wise or self.seeded:
+            return self
+        return replace(self, sampler=self.sampler.at_nodes(self.tree, self.texts))
+
     def rows_in_order(self) -> list[int]:
         """The rows whose tokens must be chosen one after the other: processors that look at the text need this, and
         so do draws in plain `generate`'s order."""
-        seeded = len(self.sequences.lengths) == 1 and self.sampler.do_sample and self.options.exact_seed
-        if seeded and self.tree.sampled is None:
+        if self.seeded:
             return [0]
         if self.sampler.row_wise:
             return []
@@ -71,9 +87,10 @@ class Verification:
         """Verifies all sequences at once, with a function such as [`verify_all_nodes`]."""
         accepted = verify(self.tree, self.logits, self.sampler, self.outputs.scores is not None)
         accepted = [one.limited(most) for one, most in zip(accepted, self.limits, strict=True)]
-        texts = [self.sequences.tokens_of(sequence) for sequence in self.active]
         rules = [self.stop.for_sequence(sequence) for sequence in self.active]
-        return cut_where_it_stops(accepted, texts, rules, lambda row: self.outputs.earlier_scores(self.active[row]))
+        return cut_where_it_stops(
+            accepted, self.texts, rules, lambda row: self.outputs.earlier_scores(self.active[row])
+        )
 
     def one_by_one(self, verify: Callable[..., list[Accepted]], *parameters: float) -> list[Accepted]:
         """Verifies one sequence after the other, with a function such as [`verify_token_by_token`]."""
@@ -109,6 +126,7 @@ class Rule:
 
 def accept_losslessly(verification: Verification) -> list[Accepted]:
     """Applies the exact rule for the way in which the tree's children were chosen."""
+    verification = verification.at_nodes()
     in_order, batch = verification.rows_in_order(), len(verification.active)
     if not in_order:
         return _accept_at_once(verification)

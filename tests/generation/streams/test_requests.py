@@ -31,6 +31,7 @@ def ends_at(text: list[int], place: int) -> dict[str, Any]:
 OPTIONS = {
     "none": lambda text: {},
     "processors": lambda text: {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2},
+    "penalty": lambda text: {"repetition_penalty": 1.8},
     "logits": lambda text: {"suppress_tokens": text[1:4]},
     "end": lambda text: ends_at(text, 4),
     "late_end": lambda text: {**ends_at(text, 2), "min_new_tokens": 9},
@@ -45,7 +46,8 @@ OPTIONS = {
     "names",
     [["logits", "none", "logits", "limit", "none"], ["none", "late_end", "late_end", "logits", "none"],
      ["end", "none", "late_end", "limit", "end"], ["allowed", "own_processor", "none", "processors", "own_processor"],
-     ["own_criterion", "none", "own_criterion", "none", "none"], [*OPTIONS]],
+     ["own_criterion", "none", "own_criterion", "none", "none"], ["penalty"] * 5,
+     ["penalty", "processors", "none", "penalty", "logits"], [*OPTIONS]],
 )  # fmt: skip
 def test_every_request_has_its_own_options(names: list[str]) -> None:
     target = shared_target("llama")
@@ -107,9 +109,9 @@ def test_only_requests_whose_processors_look_at_the_text_are_verified_token_by_t
     monkeypatch.setattr(rules, "verify_token_by_token", counted)
     options = {"max_new_tokens": 12}
     wanted = alone_texts(target, alone, **options)
-    wanted[2] = alone_texts(target, alone[2:3], **options, repetition_penalty=1.8)[0]
+    wanted[2] = alone_texts(target, alone[2:3], **options, no_repeat_ngram_size=1)[0]
     requests = [{"input_ids": ids} for ids in alone]
-    requests[2]["repetition_penalty"] = 1.8
+    requests[2]["no_repeat_ngram_size"] = 1
     found = list(generate_stream(target, random_heads(target, "eagle"), requests, 4, do_sample=False, **options))
     assert texts_of(found) == wanted
     assert walked and all(begin == alone[2][0].tolist() for begin in walked)
