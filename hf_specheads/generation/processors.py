@@ -12,9 +12,11 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
 )
 
+from ..cache.slots import to_device
 from ..tree.draft_tree import DraftTree
 from .sequences import NO_TOKEN
 
@@ -38,28 +40,21 @@ ROW_WISE_PROCESSORS = frozenset(
 # any order. Given only the tokens with a finite score, they return what they return for these tokens among all.
 ORDERLESS_PROCESSORS = ROW_WISE_PROCESSORS - {"InfNanRemoveLogitsProcessor", "SuppressTokensLogitsProcessor"}
 
-# Processors whose output for a row depends only on its logits and on which tokens come before, in any order. Tokens
-# beyond the vocabulary do not count.
-SET_WISE_PROCESSORS = frozenset({"RepetitionPenaltyLogitsProcessor"})
-
 # Processors without state, whose output for a row depends only on the tokens and logits of that row. They may be asked
 # about text that is never written.
-PATH_WISE_PROCESSORS = (
-    ROW_WISE_PROCESSORS
-    | SET_WISE_PROCESSORS
-    | {
-        "NoRepeatNGramLogitsProcessor",
-        "SequenceBiasLogitsProcessor",
-        "NoBadWordsLogitsProcessor",
-        "MinLengthLogitsProcessor",
-        "MinNewTokensLengthLogitsProcessor",
-        "SuppressTokensAtBeginLogitsProcessor",
-        "ForcedBOSTokenLogitsProcessor",
-        "ForcedEOSTokenLogitsProcessor",
-        "ExponentialDecayLengthPenalty",
-        "TopHLogitsWarper",
-    }
-)
+PATH_WISE_PROCESSORS = ROW_WISE_PROCESSORS | {
+    "RepetitionPenaltyLogitsProcessor",
+    "NoRepeatNGramLogitsProcessor",
+    "SequenceBiasLogitsProcessor",
+    "NoBadWordsLogitsProcessor",
+    "MinLengthLogitsProcessor",
+    "MinNewTokensLengthLogitsProcessor",
+    "SuppressTokensAtBeginLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor",
+    "ForcedEOSTokenLogitsProcessor",
+    "ExponentialDecayLengthPenalty",
+    "TopHLogitsWarper",
+}
 
 
 # Processors that may be asked about the sequences of a batch one after the other, out of step.
@@ -90,8 +85,11 @@ def is_among(processor: Any, names: frozenset[str]) -> bool:
 
 
 def is_set_wise(processor: Any) -> bool:
-    """Whether a processor is set-wise and reads whole texts."""
-    return is_among(processor, SET_WISE_PROCESSORS) and getattr(processor, "prompt_ignore_length", None) is None
+    """Whether the output of a processor for a row depends only on its logits and on which tokens come before, in any
+    order. Tokens beyond the vocabulary do not count."""
+    if type(processor) is not RepetitionPenaltyLogitsProcessor:
+        return False
+    return not isinstance(getattr(processor, "prompt_ignore_length", None), int)  # may ignore drafted tokens too
 
 
 def rules_out(processor: Any) -> bool:
@@ -115,30 +113,33 @@ def for_lengths(processor: Any, shortest: int, longest: int) -> LogitsProcessor 
 
 
 class AtNodes(LogitsProcessor):
-    """A set-wise processor for rows of logits that are all nodes of trees, whose texts it holds.
+    """A set-wise processor for rows of logits that are all nodes of draft trees, whose texts it holds.
 
     Args:
-        processor: The processor.
-        token_ids: int64 [B * N, T], the tokens before each node and its own, in any order.
+        processor: The processor, prepared for one or more sequences.
+        tree: Draft tree of B sequences and N nodes.
+        texts: int64 [1, T'], the committed tokens of each sequence. The root is the last of them.
+        sequences: The place of each sequence among those that the processor was prepared for.
+
+    Attributes:
+        token_ids: int64 [B * N, T + N - 1], the text up to each node, with `NO_TOKEN` in gaps.
     """
 
-    def __init__(self, processor: LogitsProcessor, token_ids: torch.Tensor):
-        self.processor, self.token_ids = processor, token_ids
+    def __init__(
+        self, processor: LogitsProcessor, tree: DraftTree, texts: Sequence[torch.Tensor], sequences: list[int]
+    ):
+        committed = pad_sequence([text[0] for text in texts], batch_first=True, padding_value=NO_TOKEN)
+        if (ignored := getattr(processor, "prompt_ignore_length", None)) is not None:
+            begins = ignored.to(committed.device)[to_device(sequences, committed.device), None]
+            before = torch.arange(committed.shape[1], device=committed.device) < begins
+            committed = committed.masked_fill(before, NO_TOKEN)
+        drafted = torch.where(tree.ancestor_mask[:, :, 1:], tree.token_ids[:, None, 1:], NO_TOKEN)
+        self.token_ids = torch.cat([committed[:, None].expand(-1, tree.num_nodes, -1), drafted], dim=2).flatten(0, 1)
+        self.processor = copy.copy(processor)
+        self.processor.prompt_ignore_length = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return self.processor(self.token_ids, scores)
-
-
-def texts_at_nodes(tree: DraftTree, texts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The text up to each node of trees, int64 [B * N, T + N - 1], with `NO_TOKEN` in gaps.
-
-    Args:
-        tree: Draft tree of B sequences and N nodes.
-        texts: int64 [1, T'], the committed tokens of each sequence. The root is the last of them.
-    """
-    committed = pad_sequence([text[0] for text in texts], batch_first=True, padding_value=NO_TOKEN)
-    drafted = torch.where(tree.ancestor_mask[:, :, 1:], tree.token_ids[:, None, 1:], NO_TOKEN)
-    return torch.cat([committed[:, None].expand(-1, tree.num_nodes, -1), drafted], dim=2).flatten(0, 1)
 
 
 def processors_of(processors: LogitsProcessorList, sequence: int) -> LogitsProcessorList:

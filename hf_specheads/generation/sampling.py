@@ -21,7 +21,6 @@ from .processors import (
     is_set_wise,
     processors_of,
     rules_out,
-    texts_at_nodes,
 )
 
 SPARE = 2  # scores taken per token that top-k keeps, so that ties can be seen
@@ -92,16 +91,21 @@ class TokenSampler:
         processors = LogitsProcessorList(processor for processor in at_lengths if processor is not None)
         return TokenSampler(processors, self.do_sample, self.batch, self.in_order)
 
-    def at_nodes(self, tree: DraftTree, texts: Sequence[torch.Tensor]) -> TokenSampler:
+    def at_nodes(self, tree: DraftTree, texts: Sequence[torch.Tensor], sequences: list[int]) -> TokenSampler:
         """A sampler that makes the same choices at the nodes of trees, given all at once.
 
         Where this makes the sampler row-wise, set-wise processors, such as the repetition penalty, are replaced by
-        ones that hold the texts of the nodes. Arguments as in [`texts_at_nodes`].
+        ones that hold the texts of the nodes.
+
+        Args:
+            tree: Draft tree of B sequences and N nodes.
+            texts: int64 [1, T'], the committed tokens of each sequence.
+            sequences: The B sequences.
         """
         if self.row_wise or not all(is_among(p, ROW_WISE_PROCESSORS) or is_set_wise(p) for p in self.logits_processor):
             return self
-        token_ids = texts_at_nodes(tree, texts)
-        processors = (AtNodes(p, token_ids) if is_set_wise(p) else p for p in self.logits_processor)
+        places = sequences if self.batch > 1 else [0] * len(sequences)
+        processors = (AtNodes(p, tree, texts, places) if is_set_wise(p) else p for p in self.logits_processor)
         return TokenSampler(LogitsProcessorList(processors), self.do_sample, self.batch, self.in_order)
 
     @cached_property

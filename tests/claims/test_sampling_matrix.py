@@ -234,7 +234,7 @@ def next_two(rule: str, processors: str, samples: int) -> Counter:
             for index, sampler in enumerate(samplers)
         ]
     else:
-        accepted = VERIFY[name](tree, logits, samplers[0].at_nodes(tree, [PROMPT] * samples), False)
+        accepted = VERIFY[name](tree, logits, samplers[0].at_nodes(tree, [PROMPT] * samples, [*range(samples)]), False)
     assert sum(result.num_accepted for result in accepted) > 0
     counts: Counter = Counter()
     for result in accepted:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.batches import batch_of, greedy
 from support.heads import random_heads
 from support.targets import VOCAB, own_target, plain, prompt, shared_target
 from support.trees import path_of, random_tree
@@ -83,7 +84,7 @@ def test_penalties_at_all_nodes_equal_those_after_each_path(seed, nodes, lengths
     texts = [torch.randint(0, vocab + 3, (1, length), generator=draw) for length in lengths]  # 3 are only embedded
     processors = [RepetitionPenaltyLogitsProcessor(1.7), *WARPERS, RepetitionPenaltyLogitsProcessor(0.6)]
     sampler = TokenSampler(LogitsProcessorList(processors), do_sample=False)
-    at_once = sampler.at_nodes(tree, texts)
+    at_once = sampler.at_nodes(tree, texts, [*range(len(texts))])
     assert at_once.row_wise and not sampler.row_wise
     scores = at_once.scores_at_all_nodes(logits)
     for row, text in enumerate(texts):
@@ -101,15 +102,19 @@ def test_penalties_at_all_nodes_equal_those_after_each_path(seed, nodes, lengths
 )  # fmt: skip
 def test_samplers_that_need_other_texts_or_none_are_themselves_at_nodes(processors):
     sampler = TokenSampler(LogitsProcessorList(processors), do_sample=False)
-    assert sampler.at_nodes(random_tree(0, 5, 2, vocab=11), [torch.ones(1, 4).long()]) is sampler
+    assert sampler.at_nodes(random_tree(0, 5, 2, vocab=11), [torch.ones(1, 4).long()], [0]) is sampler
 
 
-def test_repetition_penalties_need_no_token_by_token_verification(monkeypatch):
-    target, ids = shared_target("llama"), prompt()
-    expected = plain(target, ids, 30, repetition_penalty=1.3)
+@pytest.mark.parametrize("lengths", [(9,), (5, 11, 8)])
+def test_repetition_penalties_need_no_token_by_token_verification(lengths, monkeypatch):
+    """In a padded batch, the processor ignores the padding of each sequence."""
+    target, (inputs, _) = shared_target("llama"), batch_of(lengths)
+    options = {"repetition_penalty": 1.3, "eos_token_id": None}
+    expected = greedy(target, inputs, **options)
     monkeypatch.setattr(rules, "verify_token_by_token", None)
-    heads = random_heads(target, "eagle")
-    assert torch.equal(plain(target, ids, 30, assistant_model=heads, repetition_penalty=1.3), expected)
+    ours = greedy(target, inputs, assistant_model=random_heads(target, "eagle"), **options)
+    assert torch.equal(ours, expected)
+    assert not torch.equal(ours, greedy(target, inputs, **options | {"repetition_penalty": 1.0}))
 
 
 def test_greedy_without_processors_is_the_argmax_of_the_raw_logits():

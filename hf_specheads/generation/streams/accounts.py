@@ -152,14 +152,15 @@ class RequestSampler(TokenSampler):
                for request, one in self.own.items()}  # fmt: skip
         return self if all(one is self.own[request] for request, one in own.items()) else self._with(own, alike=False)
 
-    def at_nodes(self, tree: DraftTree, texts: Sequence[torch.Tensor]) -> TokenSampler:
+    def at_nodes(self, tree: DraftTree, texts: Sequence[torch.Tensor], sequences: list[int]) -> TokenSampler:
         if self.alike:
-            one = next(iter(self.own.values())).at_nodes(tree, texts)
+            one = next(iter(self.own.values())).at_nodes(tree, texts, sequences)
             return self._with(dict.fromkeys(self.own, one), alike=True)
-        return self._with(
-            {request: self.own[request].at_nodes(tree.of_sequences([place]), texts[place : place + 1])
-             for place, request in enumerate(self.texts.active)}, alike=False,
-        )  # fmt: skip
+        own = {}
+        for place, request in enumerate(sequences):
+            alone = tree.of_sequences([place]), texts[place : place + 1], [request]
+            own[request] = self.own[request].at_nodes(*alone)
+        return self._with(own, alike=False)
 
     def _with(self, own: dict[int, TokenSampler], alike: bool) -> RequestSampler:
         """The same with other samplers for a round."""

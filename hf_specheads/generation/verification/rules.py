@@ -65,7 +65,7 @@ class Verification:
         """The same with a sampler that chooses tokens at all nodes at once, if there is one."""
         if self.sampler.row_wise or self.seeded:
             return self
-        return replace(self, sampler=self.sampler.at_nodes(self.tree, self.texts))
+        return replace(self, sampler=self.sampler.at_nodes(self.tree, self.texts, self.active))
 
     def rows_in_order(self) -> list[int]:
         """The rows whose tokens must be chosen one after the other: processors that look at the text need this, and
