@@ -120,6 +120,20 @@ def test_requests_with_options_of_their_own(devices, folders, target):
 
 
 @pytest.mark.placement
+@pytest.mark.parametrize("devices", [(0,), (0, "cpu")], ids=["one device", "accelerator and CPU"])
+def test_penalties_and_stop_strings_in_a_padded_batch(devices, folders, target):
+    if len(devices) > 1:
+        target = spread([DEVICE, torch.device("cpu")])
+    inputs = on(target.device, batch_of((9, 4, 14))[0])
+    options = {"repetition_penalty": 1.4, "eos_token_id": 98, "pad_token_id": 0, "tokenizer": byte_tokenizer()}
+    text = greedy(target, inputs, repetition_penalty=1.4)[1, inputs["input_ids"].shape[1] :]
+    options["stop_strings"] = [byte_tokenizer().decode(text[4:6])]
+    expected = greedy(target, inputs, **options)
+    ours = greedy(target, inputs, assistant_model=load_heads(folders["eagle"]), **options)
+    assert torch.equal(ours, expected)
+
+
+@pytest.mark.placement
 @pytest.mark.parametrize("method", ["eagle", "medusa", "dflash"])
 def test_compiled_rounds(method, folders, monkeypatch):
     """The graphs as they were traced: an emulation has no code generator."""
