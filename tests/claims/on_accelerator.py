@@ -60,6 +60,12 @@ def target():
     return own_target().to(DEVICE)
 
 
+@pytest.fixture(params=["one device", "accelerator and CPU"])
+def placed(request, target):
+    """The target on one device, and spread over two."""
+    return target if request.param == "one device" else spread([DEVICE, torch.device("cpu")])
+
+
 def on(device, inputs):
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
@@ -87,49 +93,40 @@ def test_loaded_heads_follow_the_target(method, folders, target):
 
 @pytest.mark.placement
 @pytest.mark.parametrize("method", ["eagle", "medusa", "mtp", "lookup"])
-@pytest.mark.parametrize("devices", [(0,), (0, "cpu")], ids=["one device", "accelerator and CPU"])
-def test_streams(devices, method, folders, target):
+def test_streams(method, folders, placed):
     """Requests come from the host, and take the places of others."""
-    if len(devices) > 1:
-        target = spread([DEVICE, torch.device("cpu")])
     _, alone = batch_of((9, 4, 14, 6))
-    expected = [plain(target, ids.to(target.device), NEW)[0, ids.shape[1] :].tolist() for ids in alone]
-    found = generate_stream(target, load_heads(folders[method]), alone, 2, max_new_tokens=NEW, do_sample=False)
+    expected = [plain(placed, ids.to(placed.device), NEW)[0, ids.shape[1] :].tolist() for ids in alone]
+    found = generate_stream(placed, load_heads(folders[method]), alone, 2, max_new_tokens=NEW, do_sample=False)
     assert [one.token_ids for one in sorted(found, key=lambda one: one.index)] == expected
 
 
 @pytest.mark.placement
-@pytest.mark.parametrize("devices", [(0,), (0, "cpu")], ids=["one device", "accelerator and CPU"])
-def test_requests_with_options_of_their_own(devices, folders, target):
-    if len(devices) > 1:
-        target = spread([DEVICE, torch.device("cpu")])
+def test_requests_with_options_of_their_own(folders, placed):
     _, alone = batch_of((9, 4, 14, 6, 5))
     common = {"max_new_tokens": NEW, "do_sample": False}
-    free = [plain(target, ids.to(target.device), NEW)[0, ids.shape[1] :].tolist() for ids in alone]
+    free = [plain(placed, ids.to(placed.device), NEW)[0, ids.shape[1] :].tolist() for ids in alone]
     strings = {"stop_strings": [byte_tokenizer().decode([free[1][5]])]}
     own = [{"repetition_penalty": 1.6}, strings, {"eos_token_id": free[2][7]}, {"suppress_tokens": free[3][:3]}, {}]
     expected = []
     for ids, options in zip(alone, own, strict=True):
-        inputs = on(target.device, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-        tokens = target.generate(**inputs, **common, **options, tokenizer=byte_tokenizer())
+        inputs = on(placed.device, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        tokens = placed.generate(**inputs, **common, **options, tokenizer=byte_tokenizer())
         expected.append(tokens[0, ids.shape[1] :].tolist())
     assert len({*map(len, expected)}) > 1
     requests = [{"input_ids": ids, **options} for ids, options in zip(alone, own, strict=True)]
-    found = generate_stream(target, load_heads(folders["eagle"]), requests, 3, **common, tokenizer=byte_tokenizer())
+    found = generate_stream(placed, load_heads(folders["eagle"]), requests, 3, **common, tokenizer=byte_tokenizer())
     assert [one.token_ids for one in sorted(found, key=lambda one: one.index)] == expected
 
 
 @pytest.mark.placement
-@pytest.mark.parametrize("devices", [(0,), (0, "cpu")], ids=["one device", "accelerator and CPU"])
-def test_penalties_and_stop_strings_in_a_padded_batch(devices, folders, target):
-    if len(devices) > 1:
-        target = spread([DEVICE, torch.device("cpu")])
-    inputs = on(target.device, batch_of((9, 4, 14))[0])
+def test_penalties_and_stop_strings_in_a_padded_batch(folders, placed):
+    inputs = on(placed.device, batch_of((9, 4, 14))[0])
     options = {"repetition_penalty": 1.4, "eos_token_id": 98, "pad_token_id": 0, "tokenizer": byte_tokenizer()}
-    text = greedy(target, inputs, repetition_penalty=1.4)[1, inputs["input_ids"].shape[1] :]
+    text = greedy(placed, inputs, repetition_penalty=1.4)[1, inputs["input_ids"].shape[1] :]
     options["stop_strings"] = [byte_tokenizer().decode(text[4:6])]
-    expected = greedy(target, inputs, **options)
-    ours = greedy(target, inputs, assistant_model=load_heads(folders["eagle"]), **options)
+    expected = greedy(placed, inputs, **options)
+    ours = greedy(placed, inputs, assistant_model=load_heads(folders["eagle"]), **options)
     assert torch.equal(ours, expected)
 
 
