@@ -28,6 +28,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_specheads import DraftHead
+from hf_specheads.generation.pace.menu import COPIES
 from hf_specheads.tuning.turns import generate_text
 
 from .. import setup
@@ -56,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tau", type=float, nargs="+", default=[2.0, 3.0, 5.0], help="acceptance lengths set with --shape"
     )
+    copied = f"nodes copied from the text in trees of the grid (default: 0 {COPIES}; 0 with --shape)"
+    parser.add_argument("--lookup", type=int, nargs="+", help=copied)
     add_grid_arguments(parser, depths=depths, top_k=[2, 3, 6], total_tokens=[6, 12, 24], chains=[*depths, 8])
 
 
@@ -68,7 +71,7 @@ def measure_setting(
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
     drafting, left_alone = make_heads(), make_heads()
     drafting.adaptive, left_alone.adaptive = False, True
-    trees = grid(args, drafting.max_draft_positions)
+    trees = grid(args, drafting.max_draft_positions, args.lookup or ([0] if args.shape else [0, COPIES]))
     best = fastest(target, drafting, trees, batches, args.max_new_tokens, STAGES, **sampling)
     left_alone.config.tree_config = left_alone.config.tuned = None  # the state of heads that were never tuned
     left_alone.forget_tree()

@@ -53,16 +53,18 @@ def published_static(deepest: int | None) -> DraftTreeConfig:
     return DraftTreeConfig(kind="static", choices=choices)
 
 
-def grid(args: argparse.Namespace, deepest: int | None) -> list[DraftTreeConfig]:
-    """Returns chains and dynamic trees. Leaves out trees that are deeper than the heads can draft, have more nodes
-    than their levels hold, or have fewer nodes than a full path needs."""
+def grid(args: argparse.Namespace, deepest: int | None, lookup: Sequence[int] = (0,)) -> list[DraftTreeConfig]:
+    """Returns chains and dynamic trees, each with all numbers of copied nodes (`lookup`). Leaves out trees that are
+    deeper than the heads can draft, have more nodes than their levels hold, or have fewer nodes than a full path
+    needs."""
     trees = [DraftTreeConfig(kind="chain", depth=depth, top_k=1, total_tokens=depth + 1) for depth in args.chains]
     trees += [
         DraftTreeConfig(depth=depth, top_k=top_k, total_tokens=total)
         for depth, top_k, total in itertools.product(args.depths, args.top_k, args.total_tokens)
         if depth < total <= 1 + top_k + (depth - 1) * top_k * top_k
     ]
-    return [tree for tree in trees if deepest is None or tree.depth <= deepest]
+    fitting = [tree for tree in trees if deepest is None or tree.depth <= deepest]
+    return [tree.replace(lookup=copied) for copied in lookup for tree in fitting]
 
 
 def compare_trees(

@@ -20,6 +20,7 @@ from .refusals import (
     refuse_prepared_call,
     refuse_processors,
     with_a_tree_for,
+    with_copies,
 )
 from .sequences import Sequences, pad_token_of
 
@@ -108,6 +109,7 @@ def run_rounds(
         )
     refuse_processors(options, logits_processor, generation_config, batch)
     probe_seconds = refuse_numbers(model, heads, options, batch, model_kwargs[cache_name(model_kwargs)])
+    options = with_copies(model, heads, options, batch, model_kwargs[cache_name(model_kwargs)])
     pad_token_id = pad_token_of(generation_config._pad_token_tensor, generation_config._eos_token_tensor)
     sequences = Sequences(input_ids, pad_token_id or 0, streamer)
     prepared = (logits_processor, stopping_criteria, generation_config, sequences, model_kwargs)

@@ -94,7 +94,7 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         self.lookup: TextLookup | None = None
         if head.copied_ngrams is not None:
             self.lookup = TextLookup(*head.copied_ngrams)
-        elif self.tree.lookup:
+        elif any(tree.lookup for tree in trees):
             self.lookup = TextLookup()
         self._proposed: list[int] = []
         self._taken_in = 0  # tokens that the draft head has taken in, in transformers' loop
@@ -195,12 +195,12 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         if tree.num_nodes == 1:
             return
         self.told = self._told(tree, accepted)
-        num_accepted = [result.num_accepted for result in accepted]
+        num_drafted = [result.num_drafted(tree) for result in accepted]
         if self.reach is not None:
-            self.reach.learn(num_accepted)
+            self.reach.learn(num_drafted)
             return
-        moods = zip(self.moods, num_accepted, strict=True)
-        self.moods[:] = [None if mood is None else mood_after(mood, n, tree.max_depth) for mood, n in moods]
+        levels, moods = tree.max_depth - tree.num_copied, zip(self.moods, num_drafted, strict=True)
+        self.moods[:] = [None if mood is None else mood_after(mood, number, levels) for mood, number in moods]
 
     def _told(self, tree: DraftTree, accepted: Sequence[Accepted]) -> list[Favourites] | None:
         """What became of the favourites, per sequence; `None` if nobody asks or only an accelerator knows."""

@@ -254,10 +254,8 @@ class RoundLoop:
         limits = [
             cache.most_accepted(row) if isinstance(cache, RecurrentCache) else None for row in range(len(active))
         ]
-        logits, call = (
-            logits.to(tree.token_ids.device),
-            (self.sequences, sampler, self.stop, self.outputs, self.options),
-        )
+        logits = logits.to(tree.token_ids.device)
+        call = (self.sequences, sampler, self.stop, self.outputs, self.options)
         accepted = self.rule.accept(Verification(tree, logits, active, limits, *call, meanwhile))
         self.stats.host_syncs += sum(result.host_syncs for result in accepted)
         return dict(zip(active, accepted, strict=True))
@@ -298,7 +296,9 @@ class RoundLoop:
         elif self.stats.rounds == 1:
             pace.record_intake(self.choice, seconds, num_accepted, drafts.text)
         elif drafts.is_whole(tree) and not cut:
-            pace.record_round(self.choice, seconds, num_accepted, drafts.reach, drafts.text, drafts.told)
+            num_drafted = [result.num_drafted(tree) for result in accepted.values()]
+            told = (drafts.reach, drafts.text, drafts.told, num_drafted)
+            pace.record_round(self.choice, seconds, num_accepted, *told)
 
     def record(self, tree: DraftTree, accepted: dict[int, Accepted], drafts: bool) -> None:
         """Adds a finished round to the statistics."""

@@ -23,7 +23,8 @@ from ..target.positions import rope_limit, sparse_limit
 from ..target.recurrence import counts_padding, is_recurrent, recurrence_problem
 from ..target.structure import forward_parameters, own_mask
 from .options import DraftingOptions
-from .probe import RoundKind, refuse_by_probe
+from .pace.menu import farthest_chain
+from .probe import RoundKind, probe_problem, refuse_by_probe
 from .processors import out_of_step
 from .sampling import TokenSampler
 from .verification.rules import RULES
@@ -381,3 +382,15 @@ def refuse_numbers(
         return 0.0
     kind = kind_of_rounds(target, options, batch_size, cache)
     return refuse_by_probe(target, replace(kind, features=head.feature_layers))
+
+
+def with_copies(
+    target: PreTrainedModel, head: DraftingContract, options: DraftingOptions, batch_size: int, cache: Cache
+) -> DraftingOptions:
+    """The options of a call, which know whether its rounds may verify copied tokens beside the chain in force. They do
+    without where the target cannot verify trees, or does not compute the same there."""
+    free = options.free_tree and options.adaptive and options.loop == "own" and not options.compiled
+    if not (free and farthest_chain(head, target)) or goes_back(target, cache) or tree_problem_of(target, cache):
+        return options
+    kind = replace(kind_of_rounds(target, options, batch_size, cache), tree=True, features=head.feature_layers)
+    return replace(options, takes_trees=not options.probe or probe_problem(target, kind) is None)

@@ -51,6 +51,7 @@ class DraftTree:
         max_depth: Upper bound D of `depths`, known without reading the tensors.
         sampled: How the children were drawn; `None` if they are the draft's most probable tokens.
         shape: Masks and paths of a tree whose shape was known in advance; `None` if they are computed on demand.
+        num_copied: How many nodes, the last ones, were copied from the text and not drafted.
     """
 
     token_ids: torch.Tensor
@@ -60,6 +61,7 @@ class DraftTree:
     max_depth: int
     sampled: SampledChildren | None = None
     shape: TreeShape | None = None
+    num_copied: int = 0
 
     @property
     def num_nodes(self) -> int:
@@ -152,6 +154,7 @@ class DraftTree:
             max_depth=self.max_depth,
             sampled=sampled,
             shape=shape,
+            num_copied=self.num_copied,
         )
 
 

@@ -45,4 +45,5 @@ def graft_path(tree: DraftTree, path: torch.Tensor, nodes: int) -> DraftTree:
         depths=torch.cat([tree.depths, steps + 1], dim=1),
         scores=torch.cat([tree.scores, tree.scores.gather(1, node[:, None]).expand(-1, nodes)], dim=1),
         max_depth=tree.max_depth + nodes,
+        num_copied=tree.num_copied + nodes,
     )

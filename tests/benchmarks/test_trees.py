@@ -65,7 +65,7 @@ def test_the_default_against_the_grid(measure_pair, monkeypatch, tmp_path):
     found = result["measured"]
     assert [(one["batch"], one["temperature"]) for one in found] == [(1, 0), (1, 0.7), (2, 0), (2, 0.7)]
     for one in found:
-        assert set(one["sides"]) == {"plain generate", "default", "best of the grid"} and one["grid_size"] == 2
+        assert set(one["sides"]) == {"plain generate", "default", "best of the grid"} and one["grid_size"] == 4
         assert one["temperature"] > 0 or one["sides"]["default"]["identical"]
         assert one["temperature"] == 0 or "identical" not in one["sides"]["default"]
         fastest = max(one["sides"][side]["tokens_per_second"] for side in ("plain generate", "best of the grid"))

@@ -56,6 +56,7 @@ def test_a_root_alone():
     found = graft_path(DraftTree.root_only(torch.tensor([7, 8])), torch.tensor([[1, 2], [3, 4]]), 2)
     assert found.token_ids.tolist() == [[7, 1, 2], [8, 3, 4]]
     assert found.parents.tolist() == [[-1, 0, 1]] * 2 and found.max_depth == 2
+    assert found.num_copied == found.of_sequence(1).num_copied == 2
 
 
 def test_what_cannot_be_grafted():

@@ -86,9 +86,8 @@ class Gains:
     def given(self, choice: int, costs: Costs) -> float:
         """Expected tokens of a round like those so far; a variable-length chain may yet learn to end better."""
         expected = self._expected(choice, costs)
-        if self.is_plain_chain(choice):
-            return expected + self._copied(choice)
-        return self.tried[choice].tokens_given(expected)
+        drafted = expected if self.is_plain_chain(choice) else self.tried[choice].tokens_drafted(expected)
+        return drafted + self._copied(choice)
 
     def _expected(self, choice: int, costs: Costs) -> float:
         """Expected tokens of a round from what chains and siblings tell alone. A variable-length chain is expected to
@@ -134,6 +133,7 @@ class Gains:
         costs: Costs,
         reach: Reach | None = None,
         told: Sequence[Favourites] | None = None,
+        num_drafted: Sequence[int] | None = None,
     ) -> None:
         """Adds a round that drafted a tree.
 
@@ -144,21 +144,24 @@ class Gains:
             costs: Costs of the menu.
             reach: What decided where its chains ended; `None` for trees without variable length.
             told: What became of the favourites, per sequence; `None` where that is unknown.
+            num_drafted: Accepted tokens per sequence without those copied from the text; `None` if only tokens deeper
+                than the tree were copied.
         """
         tree, chains = self.menu[choice], self.acceptance[self.menu[choice].children]
         depth = tree.depth if reach is None else reach.levels
         tokens = 1 + sum(num_accepted) / len(num_accepted)
-        copied = sum(max(accepted - depth, 0) for accepted in num_accepted) / len(num_accepted)
+        drafted = [min(number, depth) for number in num_accepted] if num_drafted is None else num_drafted
+        copied = (sum(num_accepted) - sum(drafted)) / len(num_accepted)
         self.tried[choice].record(number, tokens, self._expected(choice, costs), copied, len(num_accepted))
         for one in told or ():
             if one.rank > one.at_least:  # a wrong favourite without siblings in the tree tells nothing of siblings
                 self.siblings.record_miss(self._rates_of(choice)[one.accepted], one.rank, one.at_least)
         depths = [depth] * len(num_accepted)
         if reach is not None:
-            chains.record(depths, num_accepted, reach.next_chance)
+            chains.record(depths, drafted, reach.next_chance)
         elif self.is_plain_chain(choice):
-            chains.record(depths, num_accepted)
+            chains.record(depths, drafted)
         elif told is not None:
             chains.record([one.depth for one in told], [one.accepted for one in told])
         else:
-            self.siblings.record(tree, chains, num_accepted)
+            self.siblings.record(tree, chains, drafted)

@@ -18,6 +18,7 @@ from ...tree.config import CHILDREN, DraftTreeConfig
 from ..options import DraftingOptions
 
 CHAIN_DEPTHS = (1, 2, 3, 4, 6, 8)
+COPIES = 8  # nodes to copy from the text, in chains offered beside a tree in force that copies none
 # Most levels of a variable-length chain, and the same where the draft head drafts all levels in one forward.
 FARTHEST, FARTHEST_AT_ONCE = 16, 8
 # Depth, width and nodes of dynamic trees, from those that pay on a CPU to those of the papers.
@@ -37,13 +38,15 @@ def trees_to_choose(
     drawn: bool = False,
     farthest: int = 0,
     at_once: bool = False,
+    copies: int = 0,
 ) -> tuple[DraftTreeConfig, ...]:
     """The menu of a call: the tree in force first, then chains by depth, then trees by size. Where chains have a
     variable length, such a chain replaces a chain that is in force.
 
     Branching trees are offered only beside a dynamic tree: a chain in force does not show that the target can verify
     more, and fixed trees were chosen deliberately. Chains that copy from the text are also offered without copies,
-    because copies are nodes to verify in every sequence of a batch.
+    because copies are nodes to verify in every sequence of a batch, and the other way round, because many texts repeat
+    parts of their prompts.
 
     Args:
         tree: The tree in force.
@@ -55,8 +58,9 @@ def trees_to_choose(
         farthest: Levels of a variable-length chain, which replaces chains of several depths; 0 for chains of fixed
             depths.
         at_once: The draft head drafts all levels in one forward.
+        copies: Nodes that chains copy from the text if the tree in force copies none; 0 for no such chains.
     """
-    ways: list[dict[str, Any]] = [{}, {"lookup": 0}]
+    ways: list[dict[str, Any]] = [{}, {"lookup": 0 if tree.lookup else copies}]
     ways += [{"children": children, "lookup": 0} for children in (CHILDREN if drawn else ())]
     in_force = {tree.depth} if tree.kind == "chain" else set()
     depths = sorted({*CHAIN_DEPTHS, *in_force})
@@ -110,7 +114,9 @@ def menu_of(
     if not options.free_tree or (options.compiled and not farthest):
         return (options.tree,), 0
     drawn, at_once = drawn and not options.compiled, heads.drafts_in_one_forward
-    menu = trees_to_choose(options.tree, heads.max_draft_positions, heads.tree_problem, drawn, farthest, at_once)
+    copies = COPIES if options.takes_trees else 0
+    limits = (heads.max_draft_positions, heads.tree_problem)
+    menu = trees_to_choose(options.tree, *limits, drawn, farthest, at_once, copies)
     if options.compiled:
         menu = tuple(tree for tree in menu if tree.kind == "chain" or tree == options.tree)
     return menu, farthest

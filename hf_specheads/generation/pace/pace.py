@@ -330,6 +330,7 @@ class Pace:
         reach: Reach | None = None,
         text: TextTally | None = None,
         told: Sequence[Favourites] | None = None,
+        num_drafted: Sequence[int] | None = None,
     ) -> None:
         """Adds a round that drafted a tree of the menu.
 
@@ -340,6 +341,7 @@ class Pace:
             reach: What decided where its chains ended; `None` for trees without variable length.
             text: What is known of the current texts; updated.
             told: What the round tells about the most probable children, per sequence; `None` where that is unknown.
+            num_drafted: As in [`Gains.record`].
         """
         if not self.costs.unit:
             return  # another thread has just begun a longer context: no plain step is timed yet to compare with
@@ -347,7 +349,7 @@ class Pace:
         tree, tokens = self.menu[choice], 1 + sum(num_accepted) / len(num_accepted)
         depth = tree.depth if reach is None else reach.levels
         self.rounds += 1
-        self.gains.record(choice, self.rounds, num_accepted, self.costs, reach, told)
+        self.gains.record(choice, self.rounds, num_accepted, self.costs, reach, told, num_drafted)
         self.costs.record(choice, seconds, None if reach is None else depth)
         if text is not None and self.is_known(choice):
             cost = self.costs.cost(choice) if reach is None else self.costs.of_levels(choice, depth)

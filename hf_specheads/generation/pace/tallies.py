@@ -355,13 +355,14 @@ class Tried:
         self.expected += (expected - self.expected) * share
         self.copied += (copied - self.copied) * share
 
-    def tokens_given(self, expected: float) -> float:
-        """Corrects the `expected` tokens of a round by the ratio of given to expected tokens so far, the more the more
-        rounds there were."""
+    def tokens_drafted(self, expected: float) -> float:
+        """Corrects the `expected` tokens of a round, without copied ones, by the ratio of given to expected tokens so
+        far, the more the more rounds there were."""
         if not self.rounds:
             return expected
         seen = min(self.sequences, ROUNDS_OF_A_MEAN)
-        return expected * (seen * self.tokens / self.expected + BELIEVED) / (seen + BELIEVED)
+        given = (self.tokens - self.copied) / self.expected
+        return expected * (seen * given + BELIEVED) / (seen + BELIEVED)
 
 
 @dataclass

@@ -34,6 +34,7 @@ from ..refusals import (
     refuse_prepared_call,
     refuse_processors,
     with_a_tree_for,
+    with_copies,
 )
 from ..sequences import Sequences, pad_token_of
 from ..verification.accepted import Accepted
@@ -202,6 +203,7 @@ class _Stream:
         refuse_processors(settings, shared, generation_config, batch)
         refuse_processors(settings, logits_processor, generation_config, batch_size=1)
         probe_seconds = refuse_numbers(model, heads, settings, batch, model_kwargs[cache_name(model_kwargs)])
+        settings = with_copies(model, heads, settings, batch, model_kwargs[cache_name(model_kwargs)])
         if self.loop is None:
             self.loop = StreamLoop(model, heads, settings, *prepared, batch)
             self.loop.stats.probe_seconds = probe_seconds

@@ -49,6 +49,11 @@ class Accepted:
         """Number of accepted draft tokens, the bonus token not counted."""
         return len(self.token_ids) - 1
 
+    def num_drafted(self, tree: DraftTree) -> int:
+        """Number of accepted tokens that the draft head drafted; the others were copied from the text."""
+        drafted = tree.num_nodes - tree.num_copied
+        return sum(node < drafted for node in self.nodes[1:])
+
 
 def accepted_paths(
     tree: DraftTree,

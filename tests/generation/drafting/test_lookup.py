@@ -16,10 +16,16 @@ from support.heads import random_heads
 from support.stubs import StubHead
 from support.targets import plain, prompt, shared_target
 from support.trees import TREES
-from transformers import CompileConfig, set_seed
+from transformers import CompileConfig, DynamicCache, set_seed
 
-from hf_specheads import DraftTreeConfig, UnsupportedGenerationError
+from hf_specheads import DraftHead, DraftTreeConfig, UnsupportedGenerationError, generate_stream
+from hf_specheads.generation import refusals
+from hf_specheads.generation.drafting.foresight import Reach
 from hf_specheads.generation.drafting.lookup import TextIndex, TextLookup
+from hf_specheads.generation.options import DraftingOptions
+from hf_specheads.generation.pace.menu import COPIES, menu_of
+from hf_specheads.generation.pace.pace import Pace
+from hf_specheads.generation.refusals import with_copies
 
 NEW = 24
 LOOKUP = 5
@@ -161,6 +167,72 @@ def test_sampled_distribution(method, tree):
     statistic, freedom = chi_square(counts, expected, samples)
     assert freedom >= 4
     assert statistic < critical_value(freedom)
+
+
+# ---------------------------------------------------------------------- without being asked
+def free_heads(heads: DraftHead) -> DraftHead:
+    """The heads as if they had been saved with a chain without copies: they choose their trees themselves."""
+    heads.config.tree_config = DraftTreeConfig(kind="chain", depth=2, top_k=1, total_tokens=3).to_dict()
+    heads.forget_tree()
+    heads.adaptive = True
+    return heads
+
+
+@pytest.mark.parametrize("ranks", [(None,), (0,), (0, None, None)])
+def test_chains_copy_by_default(ranks, known, monkeypatch):
+    """Copies beside a wrong chain, or after a right one, are no accepted drafts."""
+    target, ids, rounds = shared_target("llama"), prompt(), []
+    expected = plain(target, ids, NEW)
+    known += [expected[0].tolist()[:-4]]
+
+    def record(pace: Pace, choice: int, seconds: float, accepted: list[int], reach: Reach, *told: Any) -> None:
+        rounds.append((accepted[0], told[-1][0], reach.levels))
+
+    monkeypatch.setattr(Pace, "choose", lambda pace, *_: [bool(tree.lookup) for tree in pace.menu].index(True))
+    monkeypatch.setattr(Pace, "record_round", record)
+    heads = free_heads(StubHead(target, expected, ranks))
+    assert torch.equal(plain(target, ids, NEW, assistant_model=heads), expected)
+    assert max(accepted for accepted, _, _ in rounds) > LOOKUP
+    assert all(drafted <= min(levels, accepted) for accepted, drafted, levels in rounds)
+    if ranks == (None,):
+        assert not any(drafted for _, drafted, _ in rounds)
+    if ranks == (0,):
+        assert all(drafted == levels for accepted, drafted, levels in rounds if accepted >= levels)
+
+
+def test_who_may_copy(monkeypatch):
+    def copies(target: Any, **settings: Any) -> bool:
+        heads = free_heads(StubHead(target, prompt()))
+        for name, value in settings.items():
+            setattr(heads, name, value)
+        options, cache = DraftingOptions.of(heads), DynamicCache(config=target.config)
+        options = with_copies(target, heads, options, 1, cache)
+        menu, _ = menu_of(heads, target, options)
+        assert {tree.lookup for tree in menu} == ({0, COPIES} if options.takes_trees else {0})
+        return options.takes_trees
+
+    llama = shared_target("llama")
+    assert copies(llama) and copies(llama, probe=True)
+    assert not copies(llama, adaptive=False) and not copies(llama, loop="transformers")
+    assert not copies(llama, compiled=True) and not copies(llama, tree_config=TREES["chain"])
+    assert not any(copies(shared_target(family)) for family in ("lfm2", "bloom"))
+    monkeypatch.setattr(refusals, "probe_problem", lambda *_: "the logits differ")
+    assert copies(llama) and not copies(llama, probe=True), "not refused: the chain alone is exact"
+
+
+def test_a_batch_and_a_stream_copy_by_default(known, monkeypatch):
+    target = shared_target("llama")
+    inputs, alone = batch_of((19, 4, 12))
+    texts = alone_texts(target, alone, max_new_tokens=NEW)
+    known += [list(itertools.chain.from_iterable(texts))]
+    monkeypatch.setattr(Pace, "choose", lambda pace, *_: [bool(tree.lookup) for tree in pace.menu].index(True))
+    heads = free_heads(random_heads(target, "eagle"))
+    got = greedy(target, inputs, assistant_model=heads, max_new_tokens=NEW)
+    assert_rows(got, inputs["input_ids"].shape[1], texts)
+    assert max(map(max, heads.last_stats.num_accepted)) > LOOKUP
+    found = list(generate_stream(target, heads, alone, 2, max_new_tokens=NEW, do_sample=False))
+    assert [one.token_ids for one in sorted(found, key=lambda one: one.index)] == texts
+    assert max(max(one.num_accepted) for one in found) > LOOKUP
 
 
 # ---------------------------------------------------------------------- settings

@@ -75,8 +75,8 @@ def test_rounds_of_a_batch_tell_what_became_of_every_sequence(kind, monkeypatch)
     def choose(pace: Pace, *_: object) -> int:
         return next(number for number, tree in enumerate(pace.menu) if tree.kind == kind)
 
-    def record(pace: Pace, choice: int, seconds: float, accepted: list[int], *_: object) -> None:
-        rounds.append((accepted, _[-1]))
+    def record(pace: Pace, choice: int, seconds: float, accepted: list[int], *known: object) -> None:
+        rounds.append((accepted, known[2]))
 
     monkeypatch.setattr(Pace, "choose", choose)
     monkeypatch.setattr(Pace, "record_round", record)
@@ -111,3 +111,18 @@ def test_what_is_known_well_is_asked_less_often():
 
     assert asked(ENOUGH_MISSES) == ENOUGH_MISSES
     assert asked(4 * ROUNDS_BETWEEN_MISSES) == 4
+
+
+def test_copies_are_no_accepted_drafts():
+    """Whether a chain was accepted does not depend on a copied path beside it."""
+    menu = tuple(DraftTreeConfig(kind="chain", depth=2, top_k=1, total_tokens=3, lookup=copied) for copied in (0, 4))
+    costs = Costs(menu)
+    one, other = (Gains(menu, set()) for _ in range(2))
+    for number in range(1, 9):
+        one.record(0, number, [0], costs)
+        other.record(1, number, [3], costs, num_drafted=[0])
+    one.work_out_again()
+    other.work_out_again()
+    assert one.acceptance["top_k"].rates(2) == other.acceptance["top_k"].rates(2)
+    assert other.given(1, costs) == pytest.approx(one.given(0, costs) + 3.0)
+    assert other.given(0, costs) == pytest.approx(one.given(0, costs)), "the chain without copies"

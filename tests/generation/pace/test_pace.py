@@ -335,6 +335,14 @@ def test_copies_are_offered_and_left_out_and_never_beside_drawn_children():
     assert {(one.children, one.lookup) for one in menu} == {("top_k", 8), ("top_k", 0), ("sampled", 0)}
 
 
+@pytest.mark.parametrize(("lookup", "offered"), [(0, {0, 8}), (4, {0, 4})])
+def test_one_number_of_copies_is_offered(lookup, offered):
+    menu = trees_to_choose(CHAIN.replace(lookup=lookup), None, lambda tree: None, farthest=16, copies=8)
+    assert {one.lookup for one in menu} == offered and len(menu) == 2
+    menu = trees_to_choose(CPU_TREE, None, lambda tree: None, drawn=True, farthest=16, copies=8)
+    assert [one.kind for one in menu if one.lookup] == ["chain"]
+
+
 @pytest.mark.parametrize(("node", "copies"), [(0.001, True), (0.2, False)])
 def test_copies_are_made_where_their_nodes_are_cheap(node, copies):
     """Whether the text repeats or not, rounds tell what copies cost and give."""

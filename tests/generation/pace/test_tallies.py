@@ -184,8 +184,8 @@ def test_a_tree_that_was_tried_where_the_text_was_easy():
     tried = Tried()
     for number in range(256):
         tried.record(number, tokens=4.4, expected=4.0, copied=0.0)
-    assert 1.03 < tried.tokens_given(2.0) / 2.0 < 1.1, "a tenth better than expected, where the text is hard too"
-    assert Tried().tokens_given(3.0) == 3.0
+    assert 1.03 < tried.tokens_drafted(2.0) / 2.0 < 1.1, "a tenth better than expected, where the text is hard too"
+    assert Tried().tokens_drafted(3.0) == 3.0
 
 
 def test_rounds_of_several_sequences_tell_as_much_as_so_many_rounds():
@@ -194,4 +194,4 @@ def test_rounds_of_several_sequences_tell_as_much_as_so_many_rounds():
         alone.record(number, tokens=4.4, expected=4.0, copied=0.0)
     for number in range(16):
         together.record(number, tokens=4.4, expected=4.0, copied=0.0, sequences=4)
-    assert together.tokens_given(2.0) == pytest.approx(alone.tokens_given(2.0))
+    assert together.tokens_drafted(2.0) == pytest.approx(alone.tokens_drafted(2.0))
