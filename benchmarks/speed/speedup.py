@@ -65,7 +65,7 @@ def table(result: Result) -> str:
     }  # fmt: skip
     text = "\n".join(column_table(columns, sides, name) for name, sides in result["prompt_sets"].items())
     trees = "; ".join(f"{name}: {draft_tree(tree)}" for name, tree in result["trees"].items())
-    return text + footnote(result, f"Greedy, {HOW}", f"draft trees: {trees}")
+    return text + footnote(result, f"Greedy, {HOW}", f"saved trees: {trees}")
 
 
 def short_table(result: Result) -> str:
@@ -81,4 +81,4 @@ def short_table(result: Result) -> str:
                   results.number(one.get("acceptance_length"))) for one in found]  # fmt: skip
         rows.append([name, *itertools.chain(*cells), same_text(*found)])
     trees = sorted({draft_tree(result["trees"][name]) for name in shown})
-    return results.markdown_table(header, rows) + footnote(result, HOW, f"draft trees: {', '.join(trees)}")
+    return results.markdown_table(header, rows) + footnote(result, HOW, f"saved trees: {', '.join(trees)}")
