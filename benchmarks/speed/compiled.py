@@ -30,6 +30,7 @@ from hf_specheads.cache.names import CACHE_NAME
 from hf_specheads.cache.slots import to_device
 from hf_specheads.generation import ahead
 from hf_specheads.generation.compiled.rounds import bucket
+from hf_specheads.generation.drafting.lookup import TextLookup
 from hf_specheads.generation.loop import RoundLoop
 from hf_specheads.tree.draft_tree import DraftTree
 from hf_specheads.tree.shape import TreeShape
@@ -96,9 +97,9 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
     """Context in which drafted trees are right for as many positions as give the acceptance length `tau`.
 
     The first children of the tree are replaced by the target's own continuation up to that position, and by wrong
-    tokens after it. Drafts that begin before the host knows the preceding text (`generation/ahead.py`) look up the
-    continuation by the tree's root, on the device. This requires that `truth` continues in the same way wherever a
-    token occurs twice.
+    tokens after it. Nothing is copied from the text, because texts of random weights repeat themselves. Drafts that
+    begin before the host knows the preceding text (`generation/ahead.py`) look up the continuation by the tree's root,
+    on the device. This requires that `truth` continues in the same way wherever a token occurs twice.
 
     Args:
         tau: Acceptance length to reach, if trees are deep enough for it.
@@ -133,6 +134,7 @@ def acceptance_of(tau: float, truth: torch.Tensor) -> Iterator[None]:
     with (
         mock.patch.object(DraftHeadCandidateGenerator, "draft", drafted),
         mock.patch.object(RoundLoop, "next_tree", next_of_active),
+        mock.patch.object(TextLookup, "continuations", lambda *_: None),
     ):
         yield
 
