@@ -159,6 +159,8 @@ class DraftHeadCandidateGenerator(CandidateGenerator):
         if "cpu" in (device.type, rows.token_ids.device.type) and device != rows.token_ids.device:
             self.stats.host_syncs += 2  # rows go to the draft head's device, and the tree comes back
         tree = self._with_lookup(tree.to(rows.token_ids.device), self.levels(context_length))
+        if self.reach is not None:
+            self.reach.copied = tree.num_copied
         self.gave_up = tree.num_nodes == 1
         return tree
 

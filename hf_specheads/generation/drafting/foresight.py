@@ -152,6 +152,7 @@ class Reach:
         steps: Tokens that the time of chains would give on top of what `link` and `node` tell, by number of links
             from 0 on.
         offered: Draft logits [B, V] that each link was chosen from; `None` if they are not needed.
+        copied: Nodes copied from the text that were added to the chains.
     """
 
     foresight: Foresight
@@ -168,6 +169,7 @@ class Reach:
     farthest: float = math.inf
     steps: Sequence[float] = (0.0,)
     offered: list[torch.Tensor] | None = None
+    copied: int = 0
     _links: list[list[Traits]] = field(default_factory=list)
 
     @property

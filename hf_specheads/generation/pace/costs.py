@@ -25,9 +25,11 @@ NEARBY = (1, -1, 2)  # differences from the usual number of levels whose costs a
 WARMING_UP = 8  # first rounds of a kind, which may all have been slow: devices load kernels at first use
 FEW = 2  # first rounds of a kind, of which the faster counts: the first one warms up
 # What a drafting round is expected to cost on top of a plain step, in plain steps, and the standard deviation of that:
-# once per round, per draft level, per node, and additionally per level whose children are drawn.
+# once per round, per draft level, per node, and additionally per level whose children are drawn. The first may turn
+# out negative, because kernels for a few rows can be faster than those for the single row of a plain step.
 EXPECTED = np.array([0.05, 0.12, 0.02, 0.02])
 SPREAD = np.array([0.4, 0.3, 0.15, 0.2])
+CHEAPEST = 0.2  # least that a round is expected to cost, in plain steps
 SCATTER = 0.15  # relative scatter of the cost of a single round
 MISFIT = 0.08  # relative deviation of a tree's mean cost from what the fit of levels and nodes predicts
 BELIEVED = 2.0  # weight of the fit of levels and nodes, in rounds, against a tree's own rounds
@@ -93,6 +95,7 @@ class Costs:
             for levels in range(1, menu[choice].depth + 1):
                 self._places[choice, levels] = len(rows)
                 rows.append(_row(menu[choice], levels, levels + menu[choice].lookup))
+        self._copied = {choice: float(menu[choice].lookup) for choice in ending}  # average nodes copied from the text
         self._farthest = {choice: menu[choice].depth for choice in ending}
         self._known = dict.fromkeys(ending, 0)
         self.levels = {choice: float(min(USUAL_LEVELS, menu[choice].depth)) for choice in ending}
@@ -102,7 +105,7 @@ class Costs:
         self._units: deque[float] = deque(maxlen=RECENT)
         self.unit = 0.0
         self._anew = False  # the unit is being timed in another context
-        self._prior = EXPECTED if before is None else _without_negative(*before._equations())
+        self._prior = EXPECTED if before is None else _with_prices(*before._equations())
         self._expectation: list[tuple[float, float]] | None = None
         self._marginal = (0.0, 0.0, 0.0)
         self._drawn = {choice for choice, tree in enumerate(menu) if tree.children == "sampled"}
@@ -126,13 +129,14 @@ class Costs:
         """Number of timed rounds over a tree, or of plain steps."""
         return self._kinds[choice].count
 
-    def record(self, choice: int, seconds: float, levels: int | None = None) -> None:
+    def record(self, choice: int, seconds: float, levels: int | None = None, copied: int = 0) -> None:
         """Adds a round or a plain step. Rounds are dropped until a plain step has been timed in a new context.
 
         Args:
             choice: Menu index of the tree, or [`PLAIN`].
             seconds: Wall time in seconds.
             levels: Number of levels of a variable-length chain; `None` for other trees.
+            copied: Nodes that such a chain copied from the text.
         """
         kind, unit = self._kinds[choice if levels is None else self._places[choice, levels]], self.unit
         if not unit and choice != PLAIN:
@@ -141,7 +145,7 @@ class Costs:
             kind.record(seconds / unit)
             if levels is not None:
                 self._kinds[choice].add()
-                self._follow(choice, levels)
+                self._follow(choice, levels, copied)
         elif kind.weight:
             kind.count += 1
         else:
@@ -154,11 +158,12 @@ class Costs:
         if count & (count - 1) == 0 or count % REMEMBERED == 0:  # rounds in between change little
             self._expectation = None
 
-    def _follow(self, choice: int, levels: int) -> None:
+    def _follow(self, choice: int, levels: int, copied: int) -> None:
         """Sets the cost of a variable-length chain to the mean over its numbers of levels, weighted by frequency."""
         kind, shares = self._kinds[choice], self._shares[choice]
         share = 1 / min(kind.weight, REMEMBERED)
         self.levels[choice] += (levels - self.levels[choice]) * share
+        self._copied[choice] += (copied - self._copied[choice]) * share
         for known in shares:
             shares[known] *= 1 - share
         shares[levels] = shares.get(levels, 0.0) + share
@@ -197,10 +202,12 @@ class Costs:
         return 0, levels, levels or farthest
 
     def _known_levels(self, choice: int) -> int:
-        """The highest number of levels that a variable-length chain had a few times at least; it never decreases."""
-        rounds = 0
+        """The highest number of levels that variable-length chains with such children had a few times at least; it
+        never decreases. How well drafts fare so deep does not depend on what is copied after them."""
+        rounds, children = 0, self._menu[choice].children
+        alike = [other for other in self._farthest if self._menu[other].children == children]
         for levels in range(self._farthest[choice], self._known[choice], -1):
-            rounds += self._kinds[self._places[choice, levels]].count
+            rounds += sum(self._kinds[self._places[other, levels]].count for other in alike)
             if rounds >= A_FEW_TIMES:
                 self._known[choice] = levels
                 break
@@ -250,14 +257,17 @@ class Costs:
     def _expected(self) -> list[tuple[float, float]]:
         """Fits the prices of a round, a level and a node to the trees that were tried; returns the cost and its
         standard deviation for every tree of the menu."""
+        for (choice, levels), place in self._places.items():
+            self._rows[place] = _row(self._menu[choice], levels, levels + self._copied[choice])
+        for choice, usual in self.levels.items():
+            self._rows[choice] = _row(self._menu[choice], usual, usual + self._copied[choice])
         matrix, right = self._equations()
-        for choice, levels in self.levels.items():
-            self._rows[choice] = _row(self._menu[choice], levels, levels + self._menu[choice].lookup)
         rows = np.array(self._rows)
         spread = np.sqrt(np.einsum("ni,ij,nj->n", rows, np.linalg.inv(matrix), rows))
-        found = _without_negative(matrix, right)
+        found = _with_prices(matrix, right)
         self._marginal = float(found[1]), float(found[2]), float(found[3])
-        return list(zip((1.0 + rows @ found).tolist(), spread.tolist(), strict=True))
+        cost = np.maximum(1.0 + rows @ found, CHEAPEST)
+        return list(zip(cost.tolist(), spread.tolist(), strict=True))
 
     def _equations(self) -> tuple[np.ndarray, np.ndarray]:
         """Normal equations, [4, 4] and [4], of weighted least squares over the trees that were tried more than once,
@@ -276,13 +286,13 @@ def _row(tree: DraftTreeConfig, levels: float, nodes: float) -> list[float]:
     return [1.0, levels, nodes, levels if tree.children == "sampled" else 0.0]
 
 
-def _without_negative(matrix: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Solves linear equations; an unknown that would be negative is set to 0 and the others are solved for again."""
+def _with_prices(matrix: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Solves the equations of [`Costs._equations`]. The price of a level, a node or a draw that would be negative is
+    set to 0 and the others are solved for again."""
     kept, found = list(range(len(right))), np.zeros(len(right))
-    while kept:
+    while True:
         solved = np.linalg.solve(matrix[np.ix_(kept, kept)], right[kept])
-        if (solved >= 0).all():
+        if (solved[1:] >= 0).all():
             found[kept] = solved
-            break
-        kept.remove(kept[int(solved.argmin())])
-    return found
+            return found
+        del kept[1 + int(solved[1:].argmin())]

@@ -35,10 +35,10 @@ LOOKS_AGAIN_AFTER = 96  # rounds without a trial, after which the tree tried lon
 OVERDUE_AFTER = 1024  # rounds after which a tree is tried again, even if others promise more
 PLAIN_STEPS_AFTER = (2, 16)  # numbers of the early rounds after which a plain step is timed
 ROUNDS_BETWEEN_PLAIN_STEPS = 64  # later interval between timed plain steps: the machine's speed may have changed
-CLOSE = 1.5  # where drafts are more than this many times as fast as plain steps, those are timed a quarter as often
+CLOSE = 1.5  # where drafts are more than this many times as fast as plain steps, those are timed less often
 ROUNDS_BEFORE_A_VERDICT = 2  # rounds of a tree before its own measurements are enough to judge it
 ROUNDS_BEFORE_TEXTS_DIFFER = 8  # drafting rounds before the choice depends on the text at hand
-GROWN = 2.0  # plain steps are timed again when the context has grown by this factor
+GROWN = 2.0  # plain steps are timed again when the context has grown by this factor, or by its square
 STAYS = 1.04  # a tree replaces the best one if it is this many times as fast: luck decides near ties
 CLEARLY = 1.02  # a trial must promise this many times the rate of the best tree
 PAYS = 1.05  # drafts start when they promise this many times the rate of plain steps: switching has a cost as well
@@ -204,7 +204,7 @@ class Pace:
         return drafted if here > (PAYS if choice == PLAIN else 1.0) else PLAIN
 
     def _whatever_the_text(self, context: int) -> int:
-        if context > GROWN * self.context:
+        if context > (GROWN**2 if self.rate(self.best) > CLOSE else GROWN) * self.context:
             self._plain_due, self.context = 1, context
             self.costs.begin_context()
         if self._plain_due > 0:
@@ -350,7 +350,7 @@ class Pace:
         depth = tree.depth if reach is None else reach.levels
         self.rounds += 1
         self.gains.record(choice, self.rounds, num_accepted, self.costs, reach, told, num_drafted)
-        self.costs.record(choice, seconds, None if reach is None else depth)
+        self.costs.record(choice, seconds, *(() if reach is None else (depth, reach.copied)))
         if text is not None and self.is_known(choice):
             cost = self.costs.cost(choice) if reach is None else self.costs.of_levels(choice, depth)
             text.record(tokens, cost * self.rate(choice))
@@ -363,8 +363,10 @@ class Pace:
             lost = self.costs.own(choice) * best_rate - given
             self.budget.lose(lost if best == PLAIN else max(lost, 0.0))
         self.budget.earn(TRIAL_SHARE * self.costs.cost(choice))
-        pause = ROUNDS_BETWEEN_PLAIN_STEPS * (4 if best_rate > CLOSE else 1)
-        if self.rounds in PLAIN_STEPS_AFTER or self.rounds % pause == 0:
+        pause, early = ROUNDS_BETWEEN_PLAIN_STEPS, PLAIN_STEPS_AFTER
+        if best_rate > CLOSE:
+            pause, early = 4 * pause, early[:1]
+        if self.rounds in early or self.rounds % pause == 0:
             self._plain_due = 1
 
     def record_intake(

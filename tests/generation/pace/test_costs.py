@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from hf_specheads import DraftTreeConfig
-from hf_specheads.generation.pace.costs import PLAIN, Costs
+from hf_specheads.generation.pace.costs import CHEAPEST, PLAIN, Costs
 from hf_specheads.generation.pace.menu import trees_to_choose
 from hf_specheads.generation.pace.pace import Pace
 
@@ -22,6 +23,24 @@ def seconds_of(tree: DraftTreeConfig, level: float, drawn: float) -> float:
     return 1.1 + (level + drawn * (tree.children == "sampled")) * tree.depth
 
 
+def levels_of_rounds(chain: DraftTreeConfig, seconds: Callable[[int], float], most: int) -> list[int]:
+    """Levels of 160 rounds of a variable-length chain of which at most `most` links are accepted, and always are.
+    `seconds` are what a round of so many levels takes; a plain step takes one."""
+    pace, moods, levels = Pace((chain,), ending=True), [None], []
+    while len(levels) < 160:
+        if (choice := pace.choose(100)) == PLAIN:
+            pace.record_plain(1.0)
+            continue
+        reach = pace.reach(choice, moods)
+        while reach.keeps([-0.5]) and reach.levels < chain.depth and reach.goes_on():
+            pass
+        levels.append(reach.levels)
+        accepted = [min(most, reach.levels)]
+        reach.learn(accepted)
+        pace.record_round(choice, seconds(reach.levels), accepted, reach)
+    return levels
+
+
 def test_drawn_levels_have_a_price_of_their_own():
     costs, level, drawn = Costs(CHAINS), 0.15, 0.2
     for _ in range(64):
@@ -31,6 +50,27 @@ def test_drawn_levels_have_a_price_of_their_own():
     for choice in (1, 4, 5):  # these chains were never tried
         assert costs.expected(choice)[0] == pytest.approx(seconds_of(CHAINS[choice], level, drawn), rel=0.1)
     assert sum(costs.marginal(4)) - sum(costs.marginal(1)) == pytest.approx(drawn, rel=0.2)
+
+
+def test_links_have_their_price_where_rounds_cost_less_than_plain_steps():
+    """Kernels for a few rows may be faster than those for the single row of a plain step. What all rounds save is not
+    the price of a link."""
+    costs, level = Costs(CHAINS), 0.15
+    for _ in range(64):
+        costs.record(PLAIN, 1.0)
+        for choice in (0, 1):
+            costs.record(choice, seconds_of(CHAINS[choice], level, 0.0) - 0.7)
+    assert costs.expected(2)[0] == pytest.approx(0.4 + 8 * level, rel=0.1)
+    assert sum(costs.marginal(0)) == pytest.approx(level, rel=0.2)
+
+
+def test_no_round_is_expected_to_cost_nothing():
+    costs = Costs(CHAINS)
+    for _ in range(64):
+        costs.record(PLAIN, 1.0)
+        costs.record(1, 0.3)
+        costs.record(2, 1.6)
+    assert costs.expected(0)[0] == CHEAPEST
 
 
 @pytest.mark.parametrize("stalled", [0, 1, 2], ids=["none", "plain", "round"])
@@ -111,24 +151,48 @@ def test_the_first_round_over_a_tree_is_not_held_against_it(first: float) -> Non
     assert costs.expected(1)[0] != pytest.approx(before)
 
 
+@pytest.mark.parametrize("found", [0, 3])
+def test_a_chain_costs_as_many_nodes_as_it_found_to_copy(found: int) -> None:
+    """A node has its price even if texts never repeat, so that chains have fewer nodes than they may have."""
+    chain = DraftTreeConfig(kind="chain", depth=8, top_k=1, total_tokens=9)
+    wide = DraftTreeConfig(kind="dynamic", depth=6, top_k=10, total_tokens=60)
+    costs = Costs((chain, chain.replace(lookup=8), wide), ending={0, 1})
+    for levels in (1, 2, 4, 6) * 16:
+        costs.record(PLAIN, 1.0)
+        costs.record(0, 1.0 + 0.1 * levels, levels)
+        costs.record(1, 1.0 + 0.1 * levels + 0.04 * found, levels, found)
+        costs.record(2, 1.0 + 0.06 * 6 + 0.04 * 59)
+    assert costs.expected(0)[0] == pytest.approx(costs.own(0), rel=0.05)
+    assert costs.expected(1)[0] == pytest.approx(costs.own(1), rel=0.05)
+    assert costs.marginal(0) == (pytest.approx(0.06, rel=0.2), pytest.approx(0.04, rel=0.1))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_link_is_drafted_in_vain_where_rounds_cost_less_than_plain_steps(seed: int) -> None:
+    chain, draw = DraftTreeConfig(kind="chain", depth=16, top_k=1, total_tokens=17), random.Random(seed)
+    levels = levels_of_rounds(chain, lambda levels: (0.45 + 0.13 * levels) * draw.gauss(1.0, 0.02), most=1)
+    assert levels[32:].count(1) > 0.85 * len(levels[32:])
+
+
+def test_depths_seen_with_copies_are_known_without_them():
+    """How well deep drafts fare does not depend on what is copied after them, so chains explore depths together."""
+    chain = DraftTreeConfig(kind="chain", depth=8, top_k=1, total_tokens=9)
+    costs = Costs((chain, chain.replace(lookup=8), chain.replace(children="sampled")), ending={0, 1, 2})
+    for choice, levels in ((PLAIN, None), (0, 3), (1, 3), (1, 3)):
+        costs.record(choice, 1.0, levels)
+    assert [costs.levels_to_draft(choice, 0)[0] for choice in range(3)] == [3, 3, 0]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_one_level_more_is_taken_where_it_costs_less(seed: int) -> None:
     """Kernels may take longer for three rows than for four. After a few such observations, no round drafts two links,
     even if the third is never accepted."""
     chain, draw = DraftTreeConfig(kind="chain", depth=16, top_k=1, total_tokens=17), random.Random(seed)
     costs = {1: 2.1, 2: 2.85, 3: 2.55, 4: 2.8}
-    pace, moods, levels = Pace((chain,), ending=True), [None], []
-    while len(levels) < 160:
-        if (choice := pace.choose(100)) == PLAIN:
-            pace.record_plain(draw.gauss(1.0, 0.02))
-            continue
-        reach = pace.reach(choice, moods)
-        while reach.keeps([-0.5]) and reach.levels < chain.depth and reach.goes_on():
-            pass
-        levels.append(reach.levels)
-        accepted = [min(2, reach.levels)]
-        reach.learn(accepted)
-        usual = costs.get(reach.levels, 2.8 + 0.35 * (reach.levels - 4))
-        pace.record_round(choice, usual * draw.gauss(1.0, 0.02), accepted, reach)
+
+    def seconds(levels: int) -> float:
+        return costs.get(levels, 2.8 + 0.35 * (levels - 4)) * draw.gauss(1.0, 0.02)
+
+    levels = levels_of_rounds(chain, seconds, most=2)
     assert levels[32:].count(2) < 0.05 * len(levels[32:])
     assert levels[32:].count(3) > 0.85 * len(levels[32:])

@@ -27,6 +27,7 @@ from hf_specheads.generation.pace.budget import FORGIVEN, MOST_DEBT
 from hf_specheads.generation.pace.favourites import Favourites
 from hf_specheads.generation.pace.menu import farthest_chain, trees_to_choose
 from hf_specheads.generation.pace.pace import (
+    CLOSE,
     PLAIN,
     PLAIN_STEPS_AFTER,
     ROUNDS_BEFORE_A_VERDICT,
@@ -210,7 +211,10 @@ def test_plain_steps_are_timed_again_when_the_context_has_grown():
     pace, world = Pace(menu_of(CPU_TREE)), World(0.8, *CHEAP)
     simulate(pace, 40, world)
     before = pace.rate(pace.best)
-    assert pace.costs.rounds(PLAIN) == 1 + len(PLAIN_STEPS_AFTER)
+    assert pace.rate(pace.best) > CLOSE and pace.costs.rounds(PLAIN) == 2, (
+        "one fewer where it is clear that drafts pay"
+    )
+    assert pace.choose(400) != PLAIN and pace.choose(401) == PLAIN, "nor where the context has grown just a little"
     assert pace.choose(100_000) == PLAIN
     pace.record_plain(9.0)
     assert pace.costs.plain_seconds == 9.0 and pace.choose(100_001) != PLAIN
@@ -227,7 +231,7 @@ def test_plain_steps_are_timed_now_and_then():
             else:
                 pace.record_round(0, 1.1, [evenly(tokens - 1, pace.rounds)])
     assert close.costs.rounds(PLAIN) == 1 + len(PLAIN_STEPS_AFTER) + 4
-    assert clear.costs.rounds(PLAIN) == 1 + len(PLAIN_STEPS_AFTER) + 1
+    assert clear.costs.rounds(PLAIN) == len(PLAIN_STEPS_AFTER) + 1
 
 
 @pytest.mark.parametrize("factor", [0.4, 3.0])
