@@ -363,10 +363,9 @@ class Pace:
             lost = self.costs.own(choice) * best_rate - given
             self.budget.lose(lost if best == PLAIN else max(lost, 0.0))
         self.budget.earn(TRIAL_SHARE * self.costs.cost(choice))
-        pause, early = ROUNDS_BETWEEN_PLAIN_STEPS, PLAIN_STEPS_AFTER
-        if best_rate > CLOSE:
-            pause, early = 4 * pause, early[:1]
-        if self.rounds in early or self.rounds % pause == 0:
+        clear = best_rate > CLOSE
+        pause = ROUNDS_BETWEEN_PLAIN_STEPS * (4 if clear else 1)
+        if self.rounds in PLAIN_STEPS_AFTER[: 1 if clear else None] or self.rounds % pause == 0:
             self._plain_due = 1
 
     def record_intake(
