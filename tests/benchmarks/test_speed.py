@@ -124,8 +124,8 @@ def test_streams(measure_pair):
 def test_contexts(measure_pair, monkeypatch):
     record = Costs.record
 
-    def dear(costs: Costs, choice: int, seconds: float, levels: int | None = None) -> None:
-        record(costs, choice, 0.5 if choice == PLAIN else 9.0, levels)
+    def dear(costs: Costs, choice: int, seconds: float, *chain: int) -> None:
+        record(costs, choice, 0.5 if choice == PLAIN else 9.0, *chain)
 
     monkeypatch.setattr(Costs, "record", dear)  # what is drafted costs far more than it can pay
     result = measure_pair("context", ["poss"], "--lengths", "2", "3", "--repeats", "1")
